@@ -1,0 +1,34 @@
+# `make test` and `make demo` are all a fresh machine needs. Everything lives in .venv.
+VENV   ?= .venv
+PYTHON ?= python3
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: setup test demo check bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make test   install and run the whole test suite"
+	@echo "make demo   install and run the main job"
+	@echo "make check  ruff (lint, format) and mypy"
+	@echo "make bench  what is fast, measured"
+
+setup: $(STAMP)
+
+# pip, not uv: the constraints select the CPU build of torch where one is offered.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+test: setup
+	$(BIN)/python -m pytest -n 2
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

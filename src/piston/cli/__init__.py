@@ -1,0 +1,55 @@
+"""The command line: `piston VERB …`. Each verb has a small file here, imported only when used."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+from piston.cli.screen import fail, stdout_closed_early
+
+# verb → what it does, in the order in which people use them.
+VERBS = {
+    "presets": "list the named configurations, or show one in full",
+    "verify": "replay reference cases and print every error",
+}
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run one verb; errors that a user can cause end in one clear line and exit code 1."""
+    words = list(sys.argv[1:] if args is None else args)
+    if not words or words[0] in ("-h", "--help"):
+        print(_help())
+        return 0
+    verb, rest = words[0], words[1:]
+    if verb not in VERBS:
+        nearest = get_close_matches(verb, VERBS, n=1)
+        hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+        return fail(f"No verb is named {verb!r}.{hint}\n\n{_help()}", code=2)
+    run = importlib.import_module(f"piston.cli.{verb}").run
+    try:
+        return int(run(rest) or 0)
+    except BrokenPipeError:
+        return stdout_closed_early()
+    except (ValueError, KeyError, OSError) as error:
+        if os.environ.get("PISTON_TRACEBACK"):
+            raise
+        return fail(error)
+    except KeyboardInterrupt:
+        return fail("Stopped.", code=130)
+
+
+def _help() -> str:
+    width = max(map(len, VERBS))
+    rows = (f"  {verb:<{width}}  {what}" for verb, what in VERBS.items())
+    return "\n".join(
+        [
+            "usage: piston VERB …",
+            "",
+            *rows,
+            "",
+            "`piston VERB --help` says more; PISTON_TRACEBACK=1 shows where an error arose.",
+        ]
+    )

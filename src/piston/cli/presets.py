@@ -1,0 +1,115 @@
+"""`piston presets [NAME]`: all named configurations as a table, or one in full."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import tyro
+from rich.table import Table
+from rich.tree import Tree
+
+from piston import presets
+from piston.cli.screen import console
+from piston.config import DataConfig, TrainConfig
+from piston.models.configs import ModelConfig
+from piston.models.variants import GemmaSize, VisionSize, size_name
+from piston.transforms.base import Transform
+
+
+def run(args: list[str]) -> int:
+    name = tyro.cli(_name_argument, args=args, prog="piston presets")
+    if name is None:
+        console().print(_table())
+    else:
+        show(presets.get(name))
+    return 0
+
+
+def _name_argument(name: Annotated[str | None, tyro.conf.Positional] = None) -> str | None:
+    """List the presets, or show one in full with its transform chain.
+
+    Args:
+        name: The preset to show.
+    """
+    return name
+
+
+def _table() -> Table:
+    table = Table(title="Presets", title_justify="left")
+    for column in ("name", "model", "robot", "data", "steps", "for"):
+        table.add_column(column, justify="right" if column == "steps" else "left")
+    for name in presets.names():
+        preset = presets.get(name)
+        trains = presets.purpose(preset) == "training"
+        table.add_row(
+            name,
+            _model_cell(preset.model),
+            preset.data.robot,
+            _data_cell(preset),
+            f"{preset.num_train_steps:,}" if trains else "–",
+            presets.purpose(preset),
+        )
+    return table
+
+
+def _model_cell(model: ModelConfig) -> str:
+    lora = " LoRA" if model.vlm.lora else ""
+    return f"{model.family}{lora}, horizon {model.action_horizon}"
+
+
+def _data_cell(preset: TrainConfig) -> str:
+    if preset.data.repo_id is not tyro.MISSING:
+        return preset.data.repo_id
+    return "yours: --data.repo-id" if presets.purpose(preset) == "training" else "–"
+
+
+def show(preset: TrainConfig) -> None:
+    """A preset in full, then the order in which a sample passes through its transforms."""
+    screen = console()
+    tree = Tree(f"[bold]{preset.name}[/bold]")
+    _add_fields(tree, preset)
+    screen.print(tree)
+    screen.print(_chain(preset.data_config()))
+
+
+def _add_fields(tree: Tree, config: Any) -> None:
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, GemmaSize | VisionSize):
+            tree.add(f"{field.name} = {size_name(value)}")
+        elif dataclasses.is_dataclass(value) and not isinstance(value, Transform):
+            _add_fields(tree.add(f"{field.name}: {type(value).__name__}"), value)
+        elif value is tyro.MISSING:
+            tree.add(f"{field.name} = [yellow](yours to set)[/yellow]")
+        else:
+            tree.add(f"{field.name} = {value!r}", highlight=True)
+
+
+def _chain(data: DataConfig) -> Tree:
+    """Normalisation is shown without its numbers, so that no statistics are needed."""
+    tree = Tree("[bold]transform chain[/bold]")
+    how = "quantiles q01…q99 → −1…1" if data.use_quantile_norm else "(x − mean) / std"
+    source = f"{data.assets_dir}/{data.asset_id}/norm_stats.json"
+    if data.fake:
+        tree.add("none: random samples in the model's own shapes")
+        return tree
+    inputs = tree.add("from the data set to the model")
+    _add_transforms(inputs.add("repack (training only)"), data.repack_transforms.inputs)
+    _add_transforms(inputs.add("data transforms"), data.data_transforms.inputs)
+    inputs.add(f"Normalize: {how}   [dim]{source}[/dim]")
+    _add_transforms(inputs.add("model transforms"), data.model_transforms.inputs)
+    outputs = tree.add("from the model to the robot")
+    _add_transforms(outputs.add("model transforms"), data.model_transforms.outputs)
+    outputs.add("Unnormalize")
+    _add_transforms(outputs.add("data transforms"), data.data_transforms.outputs)
+    return tree
+
+
+def _add_transforms(tree: Tree, transforms: Iterable[Transform]) -> None:
+    transforms = list(transforms)
+    for transform in transforms:
+        tree.add(repr(transform), highlight=True)
+    if not transforms:
+        tree.add("[dim]none[/dim]")

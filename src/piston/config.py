@@ -1,0 +1,323 @@
+"""Configuration: what a run is made of, from the command line to the robot.
+
+`TrainConfig` is what a preset holds and a checkpoint carries. Its `data` is a factory that turns
+into a `DataConfig`, the finished description of a pipeline, once the model is known. Nothing here
+reads data, builds a network or touches the disk, except `DataConfig.with_norm_stats`.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import tyro
+
+from piston import assets as asset_files
+from piston.models.configs import ModelConfig, Pi0Config, Pi0FASTConfig
+from piston.optimization import AdamW, CosineDecaySchedule, LRSchedule
+from piston.tokenizers import TextTokenizer
+from piston.tokenizers.bytes import BytesTokenizer
+from piston.tokenizers.fast import FASTPrompt, FASTTokenizer
+from piston.tokenizers.paligemma import PaligemmaTokenizer
+from piston.transforms.actions import PadStatesAndActions
+from piston.transforms.base import Group, Transform
+from piston.transforms.images import FillCameras, ResizeImages
+from piston.transforms.normalize import Normalize, NormStats, Unnormalize, read_norm_stats
+from piston.transforms.prompts import (
+    ExtractFASTActions,
+    InjectDefaultPrompt,
+    TokenizeFASTInputs,
+    TokenizePrompt,
+)
+
+Tracker = Literal["tensorboard", "wandb"]
+
+
+@dataclasses.dataclass(frozen=True)
+class AssetsConfig:
+    """Where normalisation statistics are: `<assets_dir>/<asset_id>/norm_stats.json`.
+
+    With a base checkpoint's assets (`gs://…/pi0_base/assets`, `trossen`) a new run uses the
+    statistics that the base model was trained with.
+    """
+
+    # A folder or a location; None: the preset's own folder under `assets_base_dir`.
+    assets_dir: str | None = None
+    # The folder's name in it, usually the robot's; None: the data set's repo_id.
+    asset_id: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """A finished pipeline: from a data set to what the model sees, and back to the robot."""
+
+    # The data set; None where there is none, as when a policy only serves.
+    repo_id: str | None = None
+    assets_dir: str | None = None
+    asset_id: str | None = None
+    norm_stats: Mapping[str, NormStats] | None = None
+    # Data set's keys → the robot's own keys. Not used at inference.
+    repack_transforms: Group = Group()
+    # The robot's own keys ↔ state, actions and cameras. Statistics are computed after these.
+    data_transforms: Group = Group()
+    # What the model family needs: prompt tokens, image size, padding.
+    model_transforms: Group = Group()
+    use_quantile_norm: bool = False
+    # A range (std, or half the distance of the quantiles) smaller than this counts as this.
+    norm_floor: float = 0.0
+    # Keys read as sequences of `action_horizon` steps.
+    action_sequence_keys: tuple[str, ...] = ("actions",)
+    # The prompt is the text of the frame's task.
+    prompt_from_task: bool = False
+    # Random samples in the model's shapes instead of a data set.
+    fake: bool = False
+
+    def with_norm_stats(self, preset: str = "PRESET") -> DataConfig:
+        """The same with its statistics read; refuses an unknown asset with what to do."""
+        if self.norm_stats is not None or self.fake:
+            return self
+        if self.asset_id is None or self.assets_dir is None:
+            raise ValueError(
+                "No statistics are named: set --data.assets.asset-id (and --data.assets.assets-dir "
+                "where they are not the preset's own)."
+            )
+        location = f"{self.assets_dir.rstrip('/')}/{self.asset_id}"
+        if "://" not in location and not Path(location).is_dir():
+            raise FileNotFoundError(_unknown_asset(Path(self.assets_dir), self.asset_id, preset))
+        stats = read_norm_stats(asset_files.resolve(location))
+        return dataclasses.replace(self, norm_stats=stats)
+
+    def input_transforms(self, *, repack: bool) -> tuple[Transform, ...]:
+        """From an item (`repack`) or a robot's observation to what the model sees, in order."""
+        return (
+            *(self.repack_transforms.inputs if repack else ()),
+            *self.data_transforms.inputs,
+            *self._normalization(Normalize),
+            *self.model_transforms.inputs,
+        )
+
+    def output_transforms(self) -> tuple[Transform, ...]:
+        """From the model's actions to the robot's, in order."""
+        return (
+            *self.model_transforms.outputs,
+            *self._normalization(Unnormalize),
+            *self.data_transforms.outputs,
+        )
+
+    def _normalization(self, kind: type[Normalize] | type[Unnormalize]) -> tuple[Transform, ...]:
+        if self.fake:
+            return ()
+        if self.norm_stats is None:
+            raise ValueError(
+                f"The pipeline of {self.repo_id or self.asset_id!r} has no normalisation "
+                "statistics yet: call with_norm_stats() first."
+            )
+        return (kind(self.norm_stats, self.use_quantile_norm, floor=self.norm_floor),)
+
+
+def _unknown_asset(assets_dir: Path, asset_id: str, preset: str) -> str:
+    found = sorted(
+        p.parent.relative_to(assets_dir).as_posix() for p in assets_dir.rglob("norm_stats.json")
+    )
+    nearest = difflib.get_close_matches(asset_id, found, n=1)
+    lines = [f"norm_stats.json missing in {assets_dir / asset_id}."]
+    if nearest:
+        lines.append(f"Did you mean --data.assets.asset-id {nearest[0]}?")
+    elif found:
+        lines.append(f"Found there: {', '.join(found)}.")
+    return " ".join([*lines, f"Run: piston stats {preset}"])
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfigFactory(abc.ABC):
+    """A robot's data set and how to read it. Each robot has its own in `piston.robots`."""
+
+    # What people call the robot.
+    robot: ClassVar[str]
+
+    # The data set: a folder, or owner/name on the hub.
+    repo_id: str = tyro.MISSING
+    # Where its statistics are.
+    assets: AssetsConfig = AssetsConfig()
+    # The prompt is the text of the frame's task in the data set.
+    prompt_from_task: bool = False
+    # The prompt of a sample that brings none.
+    default_prompt: str | None = None
+    # A normalisation range smaller than this counts as this: for dimensions that hardly move.
+    norm_floor: float = 0.0
+
+    @abc.abstractmethod
+    def create(self, assets_dirs: Path, model_config: ModelConfig) -> DataConfig:
+        """The finished pipeline for this model. Reads nothing."""
+
+    def create_base_config(self, assets_dirs: Path, model_config: ModelConfig) -> DataConfig:
+        """What every robot's pipeline starts from; a robot replaces the transforms."""
+        repo_id = None if self.repo_id is tyro.MISSING else self.repo_id
+        return DataConfig(
+            repo_id=repo_id,
+            assets_dir=self.assets.assets_dir or str(assets_dirs),
+            asset_id=self.assets.asset_id or repo_id,
+            model_transforms=ModelTransformFactory(self.default_prompt)(model_config),
+            use_quantile_norm=model_config.uses_quantiles,
+            norm_floor=self.norm_floor,
+            prompt_from_task=self.prompt_from_task,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelTransformFactory:
+    """The transforms that a model family needs, whatever the robot."""
+
+    default_prompt: str | None = None
+
+    def __call__(self, model_config: ModelConfig) -> Group:
+        pixels = model_config.image_size
+        prepare: tuple[Transform, ...] = (
+            InjectDefaultPrompt(self.default_prompt),
+            ResizeImages(pixels, pixels),
+            FillCameras(model_config.cameras, model_config.masks_absent_cameras, pixels, pixels),
+        )
+        match model_config:
+            case Pi0Config():
+                return Group(inputs=(*prepare, *_flow_transforms(model_config)))
+            case Pi0FASTConfig():
+                prompt = _fast_prompt(model_config)
+                return Group(
+                    inputs=(*prepare, TokenizeFASTInputs(prompt)),
+                    outputs=(
+                        ExtractFASTActions(
+                            prompt, model_config.action_horizon, model_config.action_dim
+                        ),
+                    ),
+                )
+        raise TypeError(f"No model transforms are known for {type(model_config).__name__}.")
+
+
+def _flow_transforms(model_config: Pi0Config) -> tuple[Transform, ...]:
+    # The state is written into the prompt before it is padded.
+    return (
+        TokenizePrompt(
+            make_text_tokenizer(model_config),
+            model_config.prompt_length,
+            discrete_state_input=model_config.state_in_prompt,
+        ),
+        PadStatesAndActions(model_config.action_dim),
+    )
+
+
+def _fast_prompt(model_config: Pi0FASTConfig) -> FASTPrompt:
+    location = model_config.fast_tokenizer
+    return FASTPrompt(
+        make_text_tokenizer(model_config),
+        FASTTokenizer() if location is None else FASTTokenizer(location),
+        vocab_size=model_config.vocab_size,
+        max_len=model_config.prompt_length,
+    )
+
+
+def make_text_tokenizer(model_config: ModelConfig) -> TextTokenizer:
+    return BytesTokenizer() if model_config.tokenizer == "bytes" else PaligemmaTokenizer()
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """One run: what is trained, on what, how, and where it is kept."""
+
+    # The preset's name.
+    name: tyro.conf.Suppress[str]
+    # The run's name; checkpoints go to <checkpoint_base_dir>/<name>/<exp_name>.
+    exp_name: str = tyro.MISSING
+    # The model and its sizes.
+    model: ModelConfig = Pi0Config()
+    # The data set and its robot.
+    data: DataConfigFactory = tyro.MISSING
+    # The checkpoint to start from (any known format); None: random weights.
+    weights: str | None = None
+    # Patterns of our parameter names that the checkpoint may lack, e.g. "*lora*".
+    may_be_new: tuple[str, ...] = ()
+    # Patterns of parameter names that do not train; "!" makes an exception, e.g. vlm.* !*lora*
+    freeze: tuple[str, ...] = ()
+    # The learning rate over the steps.
+    lr_schedule: LRSchedule = CosineDecaySchedule()
+    # The optimizer's numbers.
+    optimizer: AdamW = AdamW()
+    # Decay of the running mean of the weights, which is what gets served; None: no mean.
+    ema_decay: float | None = 0.99
+    # Seed of everything random in the run.
+    seed: int = 42
+    # Samples per step, over all processes.
+    batch_size: int = 32
+    # Processes that read data, per training process; 0: the training process itself.
+    num_workers: int = 2
+    # Steps in all.
+    num_train_steps: int = 30_000
+    # Steps between log lines.
+    log_interval: int = 100
+    # Steps between checkpoints.
+    save_interval: int = 1_000
+    # Checkpoints at multiples of this are kept for good; None: only the newest is kept.
+    keep_period: int | None = 5_000
+    # Delete a run of the same name and begin again.
+    overwrite: bool = False
+    # Go on with the run of the same name from its newest checkpoint.
+    resume: bool = False
+    # Where metrics are sent besides metrics.jsonl.
+    tracking: tuple[Tracker, ...] = ()
+    # Sent to every client that connects, e.g. the pose to start from.
+    policy_metadata: tyro.conf.Suppress[Mapping[str, Any] | None] = None
+    # Where the preset's own statistics are kept.
+    assets_base_dir: str = "./assets"
+    # Where runs are kept.
+    checkpoint_base_dir: str = "./checkpoints"
+
+    def __post_init__(self) -> None:
+        if self.resume and self.overwrite:
+            raise ValueError(
+                "--resume goes on with a run, --overwrite deletes it: they contradict each other. "
+                "Give one of them (--no-overwrite if the preset sets it)."
+            )
+        experts = {
+            "vlm": self.model.vlm,
+            "action_expert": getattr(self.model, "action_expert", None),
+        }
+        adapted = [name for name, size in experts.items() if size is not None and size.lora]
+        if adapted and not self.freeze:
+            raise ValueError(
+                f"{' and '.join(adapted)} have LoRA adapters, but nothing is frozen: all weights "
+                "would train as well. Set --freeze "
+                + " ".join(f"'{name}.*'" for name in adapted)
+                + " '!*lora*', or choose a size without LoRA."
+            )
+        for name in ("batch_size", "num_train_steps", "log_interval", "save_interval"):
+            _require_at_least(1, name, getattr(self, name))
+        _require_at_least(0, "num_workers", self.num_workers)
+        _require_at_least(0, "seed", self.seed)
+        if self.keep_period is not None:
+            _require_at_least(1, "keep_period", self.keep_period)
+        if self.ema_decay is not None and not 0.0 < self.ema_decay < 1.0:
+            raise ValueError(f"--ema-decay must lie between 0 and 1, is {self.ema_decay}.")
+        if self.may_be_new and self.weights is None:
+            raise ValueError("--may-be-new lists exceptions to --weights, which is not given.")
+
+    @property
+    def assets_dirs(self) -> Path:
+        return Path(self.assets_base_dir) / self.name
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        if self.exp_name is tyro.MISSING:
+            raise ValueError("The run has no name: give --exp-name.")
+        return Path(self.checkpoint_base_dir) / self.name / self.exp_name
+
+    def data_config(self) -> DataConfig:
+        return self.data.create(self.assets_dirs, self.model)
+
+
+def _require_at_least(least: int, name: str, value: int) -> None:
+    if value < least:
+        flag = name.replace("_", "-")
+        raise ValueError(f"--{flag} must be at least {least}, is {value}.")

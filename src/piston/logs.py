@@ -1,0 +1,40 @@
+"""Logging: one formatter, one place. Knows nothing of what is logged."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+_LETTERS = {"DEBUG": "D", "INFO": "I", "WARNING": "W", "ERROR": "E", "CRITICAL": "C"}
+
+
+class LineFormatter(logging.Formatter):
+    """`17:04:11.042 [I] Saved checkpoint   (4711:loop.py:212)`, message padded to 80 columns."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "%(asctime)s [%(letter)s] %(message)-80s (%(process)d:%(filename)s:%(lineno)d)"
+        )
+
+    def format(self, record: logging.LogRecord) -> str:
+        # Other formatters see the same record: add a name of our own, change none of theirs.
+        record.letter = _LETTERS.get(record.levelname, record.levelname[:1])
+        return super().format(record)
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        clock = time.strftime(datefmt or "%H:%M:%S", self.converter(record.created))
+        return f"{clock}.{int(record.msecs):03d}"
+
+
+def init_logging() -> None:
+    """Set the root logger to INFO with our line format, on the handler it has or on a new one.
+
+    The handler refuses DEBUG as well, since a logger below the root may have a level of its own.
+    """
+    root = logging.getLogger()
+    root.setLevel(logging.INFO)
+    if not root.handlers:
+        root.addHandler(logging.StreamHandler())
+    handler = root.handlers[0]
+    handler.setFormatter(LineFormatter())
+    handler.setLevel(max(handler.level, logging.INFO))

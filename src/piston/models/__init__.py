@@ -1,0 +1,1 @@
+"""The networks: π0, π0.5 and π0-FAST."""

@@ -1,0 +1,134 @@
+"""Sizes: every number that says how large a part of a model is, and the names they go by.
+
+On the command line a size is its name (`gemma_2b`) or its numbers
+(`width=512,depth=8,mlp_dim=2048,num_heads=8,num_kv_heads=1,head_dim=64,lora_rank=16`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+
+def _require_positive(size: object) -> None:
+    for field in dataclasses.fields(size):  # type: ignore[arg-type]
+        value = getattr(size, field.name)
+        if isinstance(value, int) and value < 1:
+            raise ValueError(f"{type(size).__name__}.{field.name} must be at least 1, is {value}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class LoRA:
+    """Low-rank adapters: each adapted product gains `alpha / rank · x A B`."""
+
+    rank: int
+    alpha: float
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmaSize:
+    """One expert of the joint transformer."""
+
+    width: int
+    depth: int
+    mlp_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    lora: LoRA | None = None
+
+    def __post_init__(self) -> None:
+        _require_positive(self)
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads "
+                f"({self.num_kv_heads}): every group of query heads shares one key head."
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even for rotary positions, found {self.head_dim}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class VisionSize:
+    """The vision tower: a ViT over square patches."""
+
+    width: int
+    depth: int
+    mlp_dim: int
+    num_heads: int
+    patch: int
+
+    def __post_init__(self) -> None:
+        _require_positive(self)
+        if self.width % self.num_heads:
+            raise ValueError(
+                f"Vision width ({self.width}) must be a multiple of num_heads ({self.num_heads})."
+            )
+
+
+VISION: dict[str, VisionSize] = {
+    "so400m": VisionSize(width=1152, depth=27, mlp_dim=4304, num_heads=16, patch=14),
+    "dummy": VisionSize(width=64, depth=2, mlp_dim=128, num_heads=4, patch=28),
+}
+
+_GEMMA_2B = GemmaSize(
+    width=2048, depth=18, mlp_dim=16384, num_heads=8, num_kv_heads=1, head_dim=256
+)
+_GEMMA_300M = dataclasses.replace(_GEMMA_2B, width=1024, mlp_dim=4096)
+
+GEMMA: dict[str, GemmaSize] = {
+    "gemma_2b": _GEMMA_2B,
+    "gemma_2b_lora": dataclasses.replace(_GEMMA_2B, lora=LoRA(rank=16, alpha=16.0)),
+    "gemma_300m": _GEMMA_300M,
+    "gemma_300m_lora": dataclasses.replace(_GEMMA_300M, lora=LoRA(rank=32, alpha=32.0)),
+    "dummy": GemmaSize(width=64, depth=4, mlp_dim=128, num_heads=8, num_kv_heads=1, head_dim=16),
+}
+
+
+def size_name(size: GemmaSize | VisionSize) -> str:
+    """The name of a known size, else its numbers in the form that `parse_*_size` reads."""
+    table: Mapping[str, GemmaSize | VisionSize] = GEMMA if isinstance(size, GemmaSize) else VISION
+    for name, known in table.items():
+        if known == size:
+            return name
+    numbers = {field.name: getattr(size, field.name) for field in dataclasses.fields(size)}
+    lora = numbers.pop("lora", None)
+    if lora is not None:
+        numbers |= {"lora_rank": lora.rank, "lora_alpha": lora.alpha}
+    return ",".join(f"{name}={number}" for name, number in numbers.items())
+
+
+def parse_gemma_size(text: str) -> GemmaSize:
+    if text in GEMMA:
+        return GEMMA[text]
+    numbers = _parse_numbers(
+        text, {f.name for f in dataclasses.fields(GemmaSize)} - {"lora"}, GEMMA
+    )
+    rank, alpha = numbers.pop("lora_rank", None), numbers.pop("lora_alpha", None)
+    lora = None if rank is None else LoRA(int(rank), rank if alpha is None else alpha)
+    return GemmaSize(**{name: int(number) for name, number in numbers.items()}, lora=lora)
+
+
+def parse_vision_size(text: str) -> VisionSize:
+    if text in VISION:
+        return VISION[text]
+    numbers = _parse_numbers(text, {f.name for f in dataclasses.fields(VisionSize)}, VISION)
+    return VisionSize(**{name: int(number) for name, number in numbers.items()})
+
+
+def _parse_numbers(text: str, required: set[str], known: Mapping[str, object]) -> dict[str, float]:
+    optional = {"lora_rank", "lora_alpha"} if known is GEMMA else set()
+    try:
+        numbers = {name: float(number) for name, number in (p.split("=") for p in text.split(","))}
+    except ValueError:
+        numbers = {}
+    if not required <= numbers.keys() <= required | optional:
+        raise ValueError(
+            f"Unknown size {text!r}. Known: {', '.join(known)}; or give all of "
+            + ",".join(f"{name}=N" for name in sorted(required))
+        )
+    return numbers

@@ -1,0 +1,108 @@
+"""What flows through everything: the observation a model sees and the actions it gives.
+
+Knows the names and shapes of the parts; knows nothing of robots, networks or files.
+
+Dims: b batch, h image height, w image width, c colour channels, s state dim, l prompt length.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int, UInt8
+from torch import Tensor
+
+# A normalised chunk as the models see it: (batch, horizon, action dim).
+Actions = Float[Tensor, "b horizon a"]
+Image = UInt8[Tensor, "b h w c"] | Float[Tensor, "b h w c"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Observation:
+    """One batch of what the robot saw, felt and was told.
+
+    Images stay uint8 until they are on the device; a float image is already in [−1, 1].
+    A camera whose mask is False is absent for that sample. The token masks exist for π0-FAST only.
+    """
+
+    images: dict[str, Image]
+    image_masks: dict[str, Bool[Tensor, " b"]]
+    state: Float[Tensor, "b s"]
+    tokenized_prompt: Int[Tensor, "b l"] | None = None
+    tokenized_prompt_mask: Bool[Tensor, "b l"] | None = None
+    token_ar_mask: Int[Tensor, "b l"] | None = None
+    token_loss_mask: Bool[Tensor, "b l"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.images.keys() != self.image_masks.keys():
+            raise ValueError(
+                f"Images and image masks name different cameras: images {sorted(self.images)}, "
+                f"masks {sorted(self.image_masks)}. Give one mask per camera."
+            )
+        for name, value in self._named_tensors():
+            if value.shape[:1] != self.state.shape[:1]:
+                raise ValueError(
+                    f"Observation part {name!r} has shape {tuple(value.shape)}; its first axis "
+                    f"must be the batch of {self.state.shape[0]} that the state has."
+                )
+
+    @property
+    def batch_size(self) -> int:
+        return self.state.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.state.device
+
+    @classmethod
+    def from_dict(cls, batch: Mapping[str, Any]) -> Observation:
+        """From a collated batch as the model transforms give it: NumPy arrays or tensors."""
+        for key in ("image", "image_mask", "state"):
+            if key not in batch:
+                raise KeyError(f"Batch has no {key!r}; it has {sorted(batch)}.")
+        return cls(
+            images={name: _tensor(image) for name, image in batch["image"].items()},
+            image_masks={name: _tensor(mask).bool() for name, mask in batch["image_mask"].items()},
+            state=_tensor(batch["state"]).float(),
+            tokenized_prompt=_optional(batch, "tokenized_prompt"),
+            tokenized_prompt_mask=_optional(batch, "tokenized_prompt_mask", torch.bool),
+            token_ar_mask=_optional(batch, "token_ar_mask"),
+            token_loss_mask=_optional(batch, "token_loss_mask", torch.bool),
+        )
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Observation:
+        def move(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {name: move(part) for name, part in value.items()}
+            return value if value is None else value.to(device, non_blocking=non_blocking)
+
+        fields = dataclasses.fields(self)
+        return Observation(**{field.name: move(getattr(self, field.name)) for field in fields})
+
+    def _named_tensors(self) -> list[tuple[str, Tensor]]:
+        parts: list[tuple[str, Tensor | None]] = [
+            *((f"image/{name}", image) for name, image in self.images.items()),
+            *((f"image_mask/{name}", mask) for name, mask in self.image_masks.items()),
+            ("tokenized_prompt", self.tokenized_prompt),
+            ("tokenized_prompt_mask", self.tokenized_prompt_mask),
+            ("token_ar_mask", self.token_ar_mask),
+            ("token_loss_mask", self.token_loss_mask),
+        ]
+        return [(name, value) for name, value in parts if value is not None]
+
+
+def _tensor(value: Any) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.from_numpy(np.ascontiguousarray(value))
+
+
+def _optional(
+    batch: Mapping[str, Any], key: str, dtype: torch.dtype | None = None
+) -> Tensor | None:
+    if batch.get(key) is None:
+        return None
+    value = _tensor(batch[key])
+    return value if dtype is None else value.to(dtype)

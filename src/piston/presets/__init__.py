@@ -1,0 +1,68 @@
+"""Named configurations: look-up, suggestions for a wrong name, and the command line over them.
+
+Presets are data. Each robot family's stand in a file of their own; this file knows only names.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+import tyro
+
+from piston.config import TrainConfig
+from piston.presets import aloha, debug, droid, libero, ur5
+
+_ALL: tuple[TrainConfig, ...] = (
+    *aloha.PRESETS,
+    *droid.PRESETS,
+    *libero.PRESETS,
+    *ur5.PRESETS,
+    *debug.PRESETS,
+)
+_BY_NAME: dict[str, TrainConfig] = {preset.name: preset for preset in _ALL}
+
+
+class UnknownPreset(ValueError):
+    """No preset has this name; the message suggests the nearest."""
+
+
+def names() -> list[str]:
+    return list(_BY_NAME)
+
+
+def register(preset: TrainConfig) -> TrainConfig:
+    """Make a preset of your own known by its name."""
+    if preset.name in _BY_NAME:
+        raise ValueError(f"A preset named {preset.name!r} exists already. Choose another name.")
+    _BY_NAME[preset.name] = preset
+    return preset
+
+
+def get(name: str) -> TrainConfig:
+    if name not in _BY_NAME:
+        nearest = difflib.get_close_matches(name, _BY_NAME, n=1, cutoff=0.4)
+        hint = f"Did you mean {nearest[0]!r}? " if nearest else ""
+        raise UnknownPreset(f"No preset is named {name!r}. {hint}`piston presets` lists them all.")
+    return _BY_NAME[name]
+
+
+def purpose(preset: TrainConfig) -> str:
+    """A preset without weights or a data set only describes how to serve a released checkpoint."""
+    trains = preset.weights is not None or preset.data.repo_id is not tyro.MISSING
+    return "training" if trains else "inference"
+
+
+def cli(args: Sequence[str], prog: str = "piston train") -> TrainConfig:
+    """A preset, then overrides of any of its fields: `pi0_aloha --model.action-horizon 10`."""
+    if not args or args[0] in ("-h", "--help"):
+        chosen = list(_BY_NAME.values())
+    else:
+        # Only the chosen one: building parsers for all of them takes seconds.
+        chosen = [get(args[0])]
+    choices = {preset.name: (_summary(preset), preset) for preset in chosen}
+    return tyro.extras.overridable_config_cli(choices, prog=prog, args=list(args))
+
+
+def _summary(preset: TrainConfig) -> str:
+    return f"{preset.model.family} on {preset.data.robot}, for {purpose(preset)}"

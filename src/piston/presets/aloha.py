@@ -1,0 +1,94 @@
+"""Presets of the ALOHA robot."""
+
+from piston.config import AssetsConfig, TrainConfig
+from piston.models.configs import Pi0Config
+from piston.robots.aloha import LeRobotAlohaDataConfig
+from piston.transforms.base import Group
+from piston.transforms.keys import RepackTransform
+
+_TROSSEN = AssetsConfig(asset_id="trossen")
+_RESET_POSE = {"reset_pose": [0, -1.5, 1.5, 0, 0, 0]}
+
+_THREE_CAMERAS = Group(
+    inputs=(
+        RepackTransform(
+            {
+                "images": {
+                    "cam_high": "observation.images.cam_high",
+                    "cam_left_wrist": "observation.images.cam_left_wrist",
+                    "cam_right_wrist": "observation.images.cam_right_wrist",
+                },
+                "state": "observation.state",
+                "actions": "action",
+            }
+        ),
+    )
+)
+
+
+def _pen_uncap(base: str) -> LeRobotAlohaDataConfig:
+    return LeRobotAlohaDataConfig(
+        repo_id="physical-intelligence/aloha_pen_uncap_diverse",
+        assets=AssetsConfig(f"gs://openpi-assets/checkpoints/{base}/assets", "trossen"),
+        default_prompt="uncap the pen",
+        repack_transforms=_THREE_CAMERAS,
+    )
+
+
+PRESETS = (
+    # For inference on the real robot.
+    TrainConfig(
+        name="pi0_aloha",
+        model=Pi0Config(),
+        data=LeRobotAlohaDataConfig(assets=_TROSSEN),
+        policy_metadata=_RESET_POSE,
+    ),
+    TrainConfig(
+        name="pi05_aloha",
+        model=Pi0Config(pi05=True),
+        data=LeRobotAlohaDataConfig(assets=_TROSSEN),
+        policy_metadata=_RESET_POSE,
+    ),
+    TrainConfig(
+        name="pi0_aloha_towel",
+        model=Pi0Config(),
+        data=LeRobotAlohaDataConfig(assets=_TROSSEN, default_prompt="fold the towel"),
+        policy_metadata=_RESET_POSE,
+    ),
+    TrainConfig(
+        name="pi0_aloha_tupperware",
+        model=Pi0Config(),
+        data=LeRobotAlohaDataConfig(
+            assets=_TROSSEN,
+            default_prompt="open the tupperware and put the food on the plate",
+        ),
+        policy_metadata=_RESET_POSE,
+    ),
+    # For fine-tuning.
+    TrainConfig(
+        name="pi0_aloha_pen_uncap",
+        model=Pi0Config(),
+        data=_pen_uncap("pi0_base"),
+        weights="gs://openpi-assets/checkpoints/pi0_base/params",
+        num_train_steps=20_000,
+    ),
+    TrainConfig(
+        name="pi05_aloha_pen_uncap",
+        model=Pi0Config(pi05=True),
+        data=_pen_uncap("pi05_base"),
+        weights="gs://openpi-assets/checkpoints/pi05_base/params",
+        num_train_steps=20_000,
+        batch_size=64,
+    ),
+    TrainConfig(
+        name="pi0_aloha_sim",
+        model=Pi0Config(),
+        data=LeRobotAlohaDataConfig(
+            repo_id="lerobot/aloha_sim_transfer_cube_human",
+            default_prompt="Transfer cube",
+            use_delta_joint_actions=False,
+        ),
+        weights="gs://openpi-assets/checkpoints/pi0_base/params",
+        num_train_steps=20_000,
+    ),
+)

@@ -1,0 +1,62 @@
+"""Presets of the LIBERO simulation benchmark."""
+
+from piston.config import TrainConfig
+from piston.models.configs import Pi0Config, Pi0FASTConfig
+from piston.models.variants import GEMMA
+from piston.optimization import CosineDecaySchedule
+from piston.robots.libero import LeRobotLiberoDataConfig
+
+# The first two use delta actions on top of the data set's own.
+_DELTA = LeRobotLiberoDataConfig(
+    repo_id="physical-intelligence/libero", prompt_from_task=True, extra_delta_transform=True
+)
+_PLAIN = LeRobotLiberoDataConfig(repo_id="physical-intelligence/libero", prompt_from_task=True)
+_BASE = "gs://openpi-assets/checkpoints/{}_base/params"
+# LIBERO's two cameras keep their π0 slots on π0-FAST too.
+_CAMERAS = Pi0Config().cameras
+
+PRESETS = (
+    TrainConfig(name="pi0_libero", model=Pi0Config(), data=_DELTA, weights=_BASE.format("pi0")),
+    TrainConfig(
+        name="pi0_libero_low_mem_finetune",
+        model=Pi0Config(vlm=GEMMA["gemma_2b_lora"], action_expert=GEMMA["gemma_300m_lora"]),
+        data=_DELTA,
+        weights=_BASE.format("pi0"),
+        may_be_new=("*lora*",),
+        freeze=("vlm.*", "action_expert.*", "!*lora*"),
+        ema_decay=None,
+    ),
+    TrainConfig(
+        name="pi0_fast_libero",
+        model=Pi0FASTConfig(action_dim=7, action_horizon=10, max_token_len=180, cameras=_CAMERAS),
+        data=_DELTA,
+        weights=_BASE.format("pi0_fast"),
+    ),
+    TrainConfig(
+        name="pi0_fast_libero_low_mem_finetune",
+        model=Pi0FASTConfig(
+            action_dim=7,
+            action_horizon=10,
+            max_token_len=180,
+            cameras=_CAMERAS,
+            vlm=GEMMA["gemma_2b_lora"],
+        ),
+        data=_DELTA,
+        weights=_BASE.format("pi0_fast"),
+        may_be_new=("*lora*",),
+        freeze=("vlm.*", "!*lora*"),
+        ema_decay=None,
+    ),
+    TrainConfig(
+        name="pi05_libero",
+        # As released: the state is not written into the prompt here.
+        model=Pi0Config(pi05=True, action_horizon=10, discrete_state_input=False),
+        data=_PLAIN,
+        weights=_BASE.format("pi05"),
+        batch_size=256,
+        lr_schedule=CosineDecaySchedule(
+            warmup_steps=10_000, peak_lr=5e-5, decay_steps=1_000_000, decay_lr=5e-5
+        ),
+        ema_decay=0.999,
+    ),
+)

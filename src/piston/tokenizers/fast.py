@@ -1,0 +1,346 @@
+"""FAST: a chunk of actions as a short list of codes, and the tokens that a model writes for it.
+
+`FASTTokenizer`   chunk (h, d) → DCT over time → × scale, rounded → characters → byte-level BPE.
+`FASTPrompt`      those codes as ids of the model's vocabulary, between `Action: ` and `|`.
+
+Reads and writes the layout of the public tokenizer (`tokenizer.json`, `processor_config.json`).
+How the prompt before the actions is worded is the business of `piston.transforms.prompts`.
+
+Dims: h horizon, d action dim, k frequency.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import logging
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from piston.assets import resolve
+from piston.tokenizers import TextTokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+logger = logging.getLogger(__name__)
+
+PUBLIC_FAST = "hf://physical-intelligence/fast"
+# The last ids of PaliGemma's vocabulary are `<seg>` pieces; action codes stand before them.
+NUM_SKIPPED_IDS = 128
+
+# Characters from here on are halves of surrogate pairs, which UTF-8 cannot hold.
+_NUM_CHARACTERS = 0xD800
+# What a byte-level decoder writes for bytes that are no character.
+_BROKEN = "\ufffd"
+# A longer piece than any chunk: the trainer's own limit would cut merges short.
+_LONGEST_PIECE = 10_000
+_BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
+# Where transformers finds the class that reads a saved folder.
+_AUTO_MAP = {
+    "AutoProcessor": (
+        "physical-intelligence/fast--processing_action_tokenizer.UniversalActionProcessor"
+    )
+}
+
+_warned: set[str] = set()
+
+
+@dataclasses.dataclass(frozen=True)
+class FASTFiles:
+    """What the tokenizer's folder holds."""
+
+    # The content of tokenizer.json.
+    bpe: str = dataclasses.field(repr=False)
+    scale: float
+    min_token: int
+    # The shape that the tokenizer was fitted to, where there is one.
+    time_horizon: int | None = None
+    action_dim: int | None = None
+
+    @classmethod
+    def read(cls, folder: Path) -> FASTFiles:
+        for name in ("tokenizer.json", "processor_config.json"):
+            if not (folder / name).is_file():
+                raise FileNotFoundError(
+                    f"{name} missing in {folder}. A FAST tokenizer's folder holds tokenizer.json "
+                    f"and processor_config.json, as {PUBLIC_FAST} does."
+                )
+        settings = json.loads((folder / "processor_config.json").read_text("utf-8"))
+        absent = [key for key in ("scale", "min_token") if settings.get(key) is None]
+        if absent:
+            raise ValueError(
+                f"{folder / 'processor_config.json'} lacks {', '.join(absent)}; "
+                f"it has {sorted(settings)}."
+            )
+        return cls(
+            bpe=(folder / "tokenizer.json").read_text("utf-8"),
+            scale=settings["scale"],
+            min_token=settings["min_token"],
+            time_horizon=settings.get("time_horizon"),
+            action_dim=settings.get("action_dim"),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class FASTTokenizer:
+    """Chunks ↔ codes. Takes a folder or location, read at first use, or the files' content."""
+
+    source: str | FASTFiles = PUBLIC_FAST
+
+    @classmethod
+    def load(cls, location: str | Path = PUBLIC_FAST) -> FASTTokenizer:
+        return cls(str(location))
+
+    @classmethod
+    def fit(
+        cls,
+        chunks: Float[np.ndarray, "... h d"] | Iterable[Float[np.ndarray, "h d"]],
+        vocab_size: int = 1024,
+        scale: float = 10,
+    ) -> FASTTokenizer:
+        """A tokenizer for data like these chunks, which are normalised as the model will see them.
+
+        A larger scale rounds less and needs more codes per chunk.
+        """
+        if vocab_size < len(_BYTES):
+            raise ValueError(
+                f"vocab_size must be at least {len(_BYTES)}, one code per byte, is {vocab_size}."
+            )
+        if isinstance(chunks, np.ndarray):
+            chunks = chunks.reshape(-1, *chunks.shape[-2:])
+        coefficients = [_quantize(chunk, scale) for chunk in chunks]
+        if not coefficients:
+            raise ValueError("There are no chunks to fit a FAST tokenizer to.")
+        lowest = min(int(c.min()) for c in coefficients)
+        highest = max(int(c.max()) for c in coefficients)
+        # Room below, since data that come later reach further than the data fitted to.
+        min_token = lowest - (highest - lowest) // 2 - 1
+        bpe = _train_bpe([_as_text(c, min_token) for c in coefficients], vocab_size)
+        horizons, dims = (sorted({c.shape[axis] for c in coefficients}) for axis in (0, 1))
+        return cls(
+            FASTFiles(
+                bpe=bpe.to_str(pretty=True),
+                scale=scale,
+                min_token=min_token,
+                time_horizon=horizons[0] if len(horizons) == 1 else None,
+                action_dim=dims[0] if len(dims) == 1 else None,
+            )
+        )
+
+    def save(self, folder: str | Path) -> None:
+        """Write the layout of the public tokenizer."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "tokenizer.json").write_text(self.files.bpe, "utf-8")
+        contents: dict[str, dict[str, Any]] = {
+            "processor_config.json": {
+                "action_dim": self.files.action_dim,
+                "auto_map": _AUTO_MAP,
+                "min_token": self.files.min_token,
+                "processor_class": "UniversalActionProcessor",
+                "scale": self.files.scale,
+                "time_horizon": self.files.time_horizon,
+                "vocab_size": self.vocab_size,
+            },
+            "special_tokens_map.json": {},
+            "tokenizer_config.json": {
+                "added_tokens_decoder": {},
+                "auto_map": _AUTO_MAP,
+                # Some coefficients are spaces and full stops: they must come back as they were.
+                "clean_up_tokenization_spaces": False,
+                "processor_class": "UniversalActionProcessor",
+                "tokenizer_class": "PreTrainedTokenizerFast",
+            },
+        }
+        for name, content in contents.items():
+            (folder / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+
+    @property
+    def vocab_size(self) -> int:
+        return self._bpe.get_vocab_size()
+
+    def encode(self, chunk: Float[np.ndarray, "... h d"]) -> list[Any]:
+        """The codes of a chunk (h, d); a list of those for each leading axis."""
+        chunk = np.asarray(chunk, dtype=np.float64)
+        if chunk.ndim > 2:
+            return [self.encode(part) for part in chunk]
+        text = _as_text(_quantize(chunk, self.files.scale), self.files.min_token)
+        return self._bpe.encode(text, add_special_tokens=False).ids
+
+    def decode(
+        self, codes: Sequence[int] | Int[np.ndarray, " n"], horizon: int, action_dim: int
+    ) -> Float[np.ndarray, "h d"]:
+        """The chunk of these codes. Codes that are no such chunk give zeros and a warning."""
+        codes = [int(code) for code in codes]
+        nothing = np.zeros((horizon, action_dim))
+        outside = [code for code in codes if not 0 <= code < self.vocab_size]
+        if outside:
+            _warn_malformed(
+                "outside the vocabulary",
+                f"{len(outside)} of {len(codes)} codes lie outside 0 … {self.vocab_size - 1} "
+                f"(the first: {outside[0]})",
+            )
+            return nothing
+        text = self._bpe.decode(codes)
+        if _BROKEN in text:
+            _warn_malformed(
+                "broken characters",
+                f"{text.count(_BROKEN)} of {len(text)} coefficients are broken characters",
+            )
+            return nothing
+        if len(text) != horizon * action_dim:
+            _warn_malformed(
+                "wrong length",
+                f"{len(codes)} codes hold {len(text)} coefficients, expected {horizon} × "
+                f"{action_dim} = {horizon * action_dim}",
+            )
+            return nothing
+        characters = np.array([ord(character) for character in text], dtype=np.float64)
+        coefficients = (characters + self.files.min_token).reshape(horizon, action_dim)
+        return _dct_matrix(horizon).T @ (coefficients / self.files.scale)
+
+    @functools.cached_property
+    def files(self) -> FASTFiles:
+        if isinstance(self.source, FASTFiles):
+            return self.source
+        return FASTFiles.read(resolve(self.source))
+
+    @functools.cached_property
+    def _bpe(self) -> Tokenizer:
+        return Tokenizer.from_str(self.files.bpe)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"source": self.source}
+
+
+@dataclasses.dataclass(frozen=True)
+class FASTPrompt:
+    """What π0-FAST reads and writes: `<bos>`prefix, then `Action: ` codes `|<eos>`.
+
+    Code c is id `vocab_size − 1 − 128 − c` of the model: in PaliGemma's vocabulary these are
+    `<loc>` pieces and rare characters; with a smaller text tokenizer they must be ids that no text
+    uses, so that `vocab_size` must be at least the text's ids + the codes + 128.
+    """
+
+    text: TextTokenizer
+    fast: FASTTokenizer
+    # Of the model.
+    vocab_size: int
+    # Tokens kept, prefix and actions together.
+    max_len: int
+
+    def encode(
+        self, prefix: str, chunk: Float[np.ndarray, "h d"] | None = None
+    ) -> tuple[list[int], list[int]]:
+        """The ids that all see each other, and the ids of the chunk that the model must write."""
+        prefix_ids = self.text.encode(prefix, bos=True)
+        if chunk is None:
+            return prefix_ids, []
+        codes = [self._first_id - code for code in self.fast.encode(chunk)]
+        return prefix_ids, [*self._opening, *codes, *self._closing, self.text.eos_id]
+
+    def decode(
+        self, tokens: Sequence[int] | Int[np.ndarray, " n"], horizon: int, action_dim: int
+    ) -> Float[np.ndarray, "h d"]:
+        """The chunk in what the model wrote. What holds none gives zeros and a warning."""
+        ids = [int(token) for token in tokens]
+        start = _find(ids, self._opening)
+        if start is None:
+            _warn_malformed("no opening", f"no 'Action: ' in {len(ids)} tokens ({ids[:8]} …)")
+            return np.zeros((horizon, action_dim))
+        ids = ids[start + len(self._opening) :]
+        # Without an end the tokens ran out: what is there may still be a whole chunk.
+        ends = (_find(ids, end) for end in (self._closing, [self.text.eos_id], [self.text.pad_id]))
+        ids = ids[: min((end for end in ends if end is not None), default=len(ids))]
+        return self.fast.decode([self._first_id - index for index in ids], horizon, action_dim)
+
+    @functools.cached_property
+    def _first_id(self) -> int:
+        """The id of code 0; the codes count down from it."""
+        num_codes, num_text_ids = self.fast.vocab_size, self.text.num_text_ids
+        if self.vocab_size - NUM_SKIPPED_IDS - num_codes < num_text_ids:
+            raise ValueError(
+                f"The model's vocabulary of {self.vocab_size} ids has no room for {num_codes} FAST "
+                f"codes beside the text: {type(self.text).__name__} uses {num_text_ids} ids, and "
+                f"the last {NUM_SKIPPED_IDS} are skipped. Set model.vocab_size to at least "
+                f"{num_text_ids + num_codes + NUM_SKIPPED_IDS}, or fit a smaller FAST tokenizer."
+            )
+        return self.vocab_size - 1 - NUM_SKIPPED_IDS
+
+    @functools.cached_property
+    def _opening(self) -> list[int]:
+        return self.text.encode("Action: ")
+
+    @functools.cached_property
+    def _closing(self) -> list[int]:
+        return self.text.encode("|")
+
+
+@functools.lru_cache(maxsize=32)
+def _dct_matrix(horizon: int) -> Float[np.ndarray, "k h"]:
+    """Orthonormal DCT-II: its transpose is its inverse."""
+    frequency, time = np.ogrid[:horizon, :horizon]
+    matrix = np.sqrt(2 / horizon) * np.cos(np.pi * frequency * (2 * time + 1) / (2 * horizon))
+    matrix[0] = np.sqrt(1 / horizon)
+    matrix.setflags(write=False)
+    return matrix
+
+
+def _quantize(chunk: Float[np.ndarray, "h d"], scale: float) -> Int[np.ndarray, "k d"]:
+    chunk = np.asarray(chunk, dtype=np.float64)
+    if chunk.ndim != 2 or not chunk.size:
+        raise ValueError(f"A chunk of actions is (horizon, action dim), found shape {chunk.shape}.")
+    if not np.isfinite(chunk).all():
+        step, dim = np.argwhere(~np.isfinite(chunk))[0]
+        raise ValueError(
+            f"The chunk of actions holds {chunk[step, dim]} at step {step}, dimension {dim}. "
+            "Expected finite numbers: check the data and the normalisation statistics."
+        )
+    return np.around(_dct_matrix(len(chunk)) @ chunk * scale).astype(np.int64)
+
+
+def _as_text(coefficients: Int[np.ndarray, "k d"], min_token: int) -> str:
+    characters = coefficients - min_token
+    outside = np.argwhere((characters < 0) | (characters >= _NUM_CHARACTERS))
+    if len(outside):
+        frequency, dim = outside[0]
+        raise ValueError(
+            f"A FAST coefficient of action dimension {dim} is {coefficients[frequency, dim]}, this "
+            f"tokenizer holds {min_token} … {min_token + _NUM_CHARACTERS - 1}. The actions must be "
+            "normalised to about [−1, 1]: check that dimension's statistics, or fit a FAST "
+            "tokenizer to these data."
+        )
+    return "".join(map(chr, characters.ravel()))
+
+
+def _train_bpe(texts: list[str], vocab_size: int) -> Tokenizer:
+    bpe = Tokenizer(models.BPE())
+    # Characters stand for numbers: where words would end means nothing.
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        show_progress=False,
+        # All bytes, seen or not: every chunk can be written.
+        initial_alphabet=_BYTES,
+        max_token_length=_LONGEST_PIECE,
+    )
+    bpe.train_from_iterator(texts, trainer=trainer)
+    return bpe
+
+
+def _find(ids: list[int], part: list[int]) -> int | None:
+    starts = range(len(ids) - len(part) + 1)
+    return next((start for start in starts if ids[start : start + len(part)] == part), None)
+
+
+def _warn_malformed(kind: str, found: str) -> None:
+    """Once per kind: a policy that writes nonsense does so many times a second."""
+    if kind not in _warned:
+        _warned.add(kind)
+        logger.warning("Malformed FAST actions: %s. Gave zeros; said once.", found)

@@ -1,0 +1,159 @@
+"""Actions: relative and absolute, thinned out, padded to the model's size.
+
+Knows states (…, dim) and chunks of actions (…, horizon, dim); nothing of what the numbers mean.
+
+Dims: s state, h horizon, a action dim; `*b` any leading batch axes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from piston.transforms.base import Data, require_chunk, require_vector
+
+
+def make_bool_mask(*dims: int) -> tuple[bool, ...]:
+    """Runs of True (positive) and False (negative): (6, -1) is six True, then one False."""
+    mask: list[bool] = []
+    for dim in dims:
+        mask.extend([dim > 0] * abs(dim))
+    return tuple(mask)
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaActions:
+    """Actions relative to the state at the start of the chunk, where `mask` is True.
+
+    The same state is subtracted from every step. Dimensions beyond the mask stay absolute, as
+    grippers should. Not for rotations: Euler angles and axis-angle vectors cannot be subtracted.
+    With mask None, or where there are no actions (inference), nothing changes.
+    """
+
+    mask: Sequence[bool] | None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mask", _as_mask(self.mask, "DeltaActions"))
+
+    def __call__(self, data: Data) -> Data:
+        if self.mask is None or "actions" not in data:
+            return data
+        actions, offset = _actions_and_offset(data, self.mask, "DeltaActions")
+        return {**data, "actions": (actions - offset).astype(actions.dtype)}
+
+
+@dataclasses.dataclass(frozen=True)
+class AbsoluteActions:
+    """The inverse of `DeltaActions`: adds the state to every step where `mask` is True."""
+
+    mask: Sequence[bool] | None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mask", _as_mask(self.mask, "AbsoluteActions"))
+
+    def __call__(self, data: Data) -> Data:
+        if self.mask is None or "actions" not in data:
+            return data
+        actions, offset = _actions_and_offset(data, self.mask, "AbsoluteActions")
+        return {**data, "actions": (actions + offset).astype(actions.dtype)}
+
+
+@dataclasses.dataclass(frozen=True)
+class SubsampleActions:
+    """Every `stride`-th action of the chunk, beginning with the first."""
+
+    stride: int
+
+    def __post_init__(self) -> None:
+        if self.stride < 1:
+            raise ValueError(f"SubsampleActions: stride must be at least 1, is {self.stride}.")
+
+    def __call__(self, data: Data) -> Data:
+        if "actions" not in data:
+            return data
+        actions = require_chunk(data, "actions", None, "SubsampleActions")
+        thinned = {"actions": actions[..., :: self.stride, :]}
+        if "action_is_pad" in data:
+            # The marks of steps beyond the episode's end go with their steps.
+            thinned["action_is_pad"] = np.asarray(data["action_is_pad"])[..., :: self.stride]
+        return {**data, **thinned}
+
+
+@dataclasses.dataclass(frozen=True)
+class PadStatesAndActions:
+    """State and actions filled up with zeros to the model's action dim."""
+
+    model_action_dim: int
+
+    def __call__(self, data: Data) -> Data:
+        who = "PadStatesAndActions"
+        padded = {"state": self._pad(require_vector(data, "state", None, who), "state")}
+        if "actions" in data:
+            actions = require_chunk(data, "actions", None, who)
+            padded["actions"] = self._pad(actions, "actions")
+        return {**data, **padded}
+
+    def _pad(self, values: np.ndarray, key: str) -> np.ndarray:
+        if values.shape[-1] > self.model_action_dim:
+            raise ValueError(
+                f"PadStatesAndActions: {key!r} has {values.shape[-1]} dimensions; the model takes "
+                f"at most {self.model_action_dim}. Set --model.action-dim {values.shape[-1]}."
+            )
+        return pad_to_dim(values, self.model_action_dim)
+
+
+def pad_to_dim(values: np.ndarray, dim: int, axis: int = -1, value: float = 0.0) -> np.ndarray:
+    """`values` with `value` appended along `axis` until it is `dim` long."""
+    missing = dim - values.shape[axis]
+    if missing < 0:
+        raise ValueError(f"Cannot pad axis {axis} of shape {values.shape} to {dim}: it is longer.")
+    widths = [(0, 0)] * values.ndim
+    widths[axis] = (0, missing)
+    return np.pad(values, widths, constant_values=value)
+
+
+def _as_mask(mask: Sequence[bool] | None, who: str) -> tuple[bool, ...] | None:
+    if mask is None:
+        return None
+    if not all(isinstance(value, bool | np.bool_) for value in mask):
+        raise TypeError(
+            f"{who}: mask must be a list of booleans, found {mask!r}. make_bool_mask(6, -1) makes "
+            "one from run lengths."
+        )
+    return tuple(bool(value) for value in mask)
+
+
+def _actions_and_offset(
+    data: Data, mask: Sequence[bool], who: str
+) -> tuple[Float[np.ndarray, "*b h a"], Float[np.ndarray, "*b 1 a"]]:
+    """The actions, and what the state contributes to every step of the chunk."""
+    actions = _as_float(require_chunk(data, "actions", None, who))
+    state = _as_float(require_vector(data, "state", None, who))
+    if state.shape[:-1] != actions.shape[:-2]:
+        raise ValueError(
+            f"{who}: 'state' has shape {state.shape} and 'actions' {actions.shape}; their batch "
+            "axes must agree: (…, dim) and (…, horizon, dim)."
+        )
+    moves: Bool[np.ndarray, " m"] = np.asarray(mask, dtype=bool)
+    chosen = np.flatnonzero(moves)
+    if len(mask) > actions.shape[-1]:
+        raise ValueError(
+            f"{who}: the mask has {len(mask)} entries, 'actions' only {actions.shape[-1]} "
+            f"dimensions (shape {actions.shape})."
+        )
+    if chosen.size and chosen[-1] >= state.shape[-1]:
+        raise ValueError(
+            f"{who}: the mask makes action dimension {chosen[-1]} relative, but 'state' has only "
+            f"{state.shape[-1]} dimensions (shape {state.shape})."
+        )
+    offset = np.zeros((*state.shape[:-1], 1, actions.shape[-1]), state.dtype)
+    offset[..., 0, chosen] = state[..., chosen]
+    return actions, offset
+
+
+def _as_float(values: np.ndarray) -> np.ndarray:
+    """Integers become float64, so that differences do not wrap or truncate."""
+    return values if np.issubdtype(values.dtype, np.floating) else values.astype(np.float64)

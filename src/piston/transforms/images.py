@@ -1,0 +1,156 @@
+"""Images: one layout (uint8, height × width × RGB), one size, one entry per camera of the model.
+
+Pixels stay uint8 here; they become numbers in [−1, 1] once, on the device. Knows camera slots by
+name only, nothing of what a robot calls its cameras.
+
+Dims: h height, w width; `*b` any leading batch axes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import UInt8
+from PIL import Image
+
+from piston.transforms.base import (
+    Data,
+    listed,
+    missing_key,
+    require_mapping,
+    require_vector,
+)
+
+# Interpolation before us may leave [0, 1] by a rounding error, never by more.
+_RANGE_TOLERANCE = 1e-3
+
+UInt8Images = UInt8[np.ndarray, "*b h w 3"]
+
+
+def to_uint8_hwc(image: Any, key: str) -> UInt8Images:
+    """From uint8 or float in [0, 1], channels last or first, with any leading batch axes.
+
+    An image whose last axis is 3 is taken to have its channels there. `key` is for the error.
+    """
+    array = np.asarray(image)
+    if array.ndim >= 3 and array.shape[-1] == 3:
+        pass
+    elif array.ndim >= 3 and array.shape[-3] == 3:
+        array = np.moveaxis(array, -3, -1)
+    else:
+        raise ValueError(
+            f"Image {key!r} has shape {array.shape}; expected (…, height, width, 3) or "
+            "(…, 3, height, width), in RGB."
+        )
+    if array.dtype == np.uint8:
+        return array
+    if not np.issubdtype(array.dtype, np.floating):
+        raise ValueError(
+            f"Image {key!r} has dtype {array.dtype}; expected uint8, or float in [0, 1]."
+        )
+    return _from_unit_range(array, key)
+
+
+def _from_unit_range(array: np.ndarray, key: str) -> UInt8Images:
+    if array.size:
+        low, high = float(array.min()), float(array.max())
+        # Written so that NaN fails as well.
+        if not (low >= -_RANGE_TOLERANCE and high <= 1 + _RANGE_TOLERANCE):
+            raise ValueError(
+                f"Image {key!r} is {array.dtype} with values from {low:g} to {high:g}; float "
+                "images must lie in [0, 1]. Give uint8 for 0 to 255."
+            )
+    return np.rint(np.clip(array, 0.0, 1.0).astype(np.float32) * 255.0).astype(np.uint8)
+
+
+def resize_with_pad(images: UInt8Images, height: int, width: int) -> UInt8Images:
+    """The whole image, its aspect kept, in the middle of a black canvas of this size.
+
+    Pillow's antialiased bilinear filter on uint8: the released weights were trained with it.
+    """
+    if images.dtype != np.uint8 or images.ndim < 3 or images.shape[-1] != 3:
+        raise ValueError(
+            f"resize_with_pad: found {images.dtype} of shape {images.shape}; expected uint8 "
+            "(…, height, width, 3)."
+        )
+    old_height, old_width = images.shape[-3:-1]
+    if (old_height, old_width) == (height, width):
+        return images
+    ratio = max(old_width / width, old_height / height)
+    new_height = max(1, int(old_height / ratio))
+    new_width = max(1, int(old_width / ratio))
+    top, left = (height - new_height) // 2, (width - new_width) // 2
+
+    leading = images.shape[:-3]
+    canvas = np.zeros((*leading, height, width, 3), np.uint8)
+    for index in np.ndindex(*leading):
+        small = Image.fromarray(np.ascontiguousarray(images[index])).resize(
+            (new_width, new_height), resample=Image.Resampling.BILINEAR
+        )
+        canvas[index][top : top + new_height, left : left + new_width] = np.asarray(small)
+    return canvas
+
+
+@dataclasses.dataclass(frozen=True)
+class ResizeImages:
+    """Every camera's image, letterboxed to one size."""
+
+    height: int
+    width: int
+
+    def __call__(self, data: Data) -> Data:
+        images = require_mapping(data, "image", "ResizeImages")
+        resized = {name: self._resize(name, image) for name, image in images.items()}
+        return {**data, "image": resized}
+
+    def _resize(self, name: str, image: Any) -> UInt8Images:
+        array = np.asarray(image)
+        if array.dtype != np.uint8 or array.ndim < 3 or array.shape[-1] != 3:
+            raise ValueError(
+                f"ResizeImages: 'image/{name}' is {array.dtype} of shape {array.shape}; expected "
+                "uint8 (…, height, width, 3). The robot's inputs should use to_uint8_hwc."
+            )
+        return resize_with_pad(array, self.height, self.width)
+
+
+@dataclasses.dataclass(frozen=True)
+class FillCameras:
+    """One image per camera slot of the model, in the model's order; absent cameras are black.
+
+    An absent camera is masked out with `mask_absent` (π0, π0.5), or else shown to the model as the
+    black image that it is (π0-FAST). A slot that the model does not have is refused.
+    """
+
+    cameras: Sequence[str]
+    mask_absent: bool
+    height: int
+    width: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cameras", tuple(self.cameras))
+
+    def __call__(self, data: Data) -> Data:
+        images = require_mapping(data, "image", "FillCameras")
+        masks = require_mapping(data, "image_mask", "FillCameras")
+        self._check(images, masks)
+        leading = require_vector(data, "state", None, "FillCameras").shape[:-1]
+        black = np.zeros((*leading, self.height, self.width, 3), np.uint8)
+        filled = {name: images.get(name, black) for name in self.cameras}
+        absent = np.full(leading, not self.mask_absent)
+        filled_masks = {name: masks.get(name, absent) for name in self.cameras}
+        return {**data, "image": filled, "image_mask": filled_masks}
+
+    def _check(self, images: Mapping[str, Any], masks: Mapping[str, Any]) -> None:
+        if unknown := images.keys() - set(self.cameras):
+            raise ValueError(
+                f"FillCameras: camera {listed(unknown)} is not one of the model's; it has "
+                f"{listed(self.cameras)}. Map the robot's cameras to those."
+            )
+        for name in images:
+            if name not in masks:
+                raise missing_key(name, masks, "FillCameras, 'image_mask'")
+        if surplus := masks.keys() - images.keys():
+            raise ValueError(f"FillCameras: 'image_mask' names {listed(surplus)} without image.")

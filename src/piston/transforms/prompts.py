@@ -1,0 +1,275 @@
+"""Prompts: where the sentence comes from, how it is worded for each model, and its tokens.
+
+The wording of π0, π0.5 and π0-FAST stands here and nowhere else. Tokenizers come from outside and
+are known only by what they do. The state must be normalised and not yet padded.
+
+Dims: s state, l prompt length, h horizon, a action dim; `*b` any leading batch axes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from jaxtyping import Bool, Float, Int, Int32
+
+from piston.transforms.base import Data, missing_key, require, require_chunk, require_vector
+
+logger = logging.getLogger(__name__)
+
+# The left edges of the 256 bins that a state's numbers fall into.
+_STATE_BINS = np.linspace(-1, 1, 256 + 1)[:-1]
+
+_warned: set[str] = set()
+
+
+class TextTokenizer(Protocol):
+    def encode(self, text: str, bos: bool = False) -> list[int]: ...
+
+
+class ActionPrompt(Protocol):
+    """Text and chunks as tokens of a model that writes its actions."""
+
+    @property
+    def max_len(self) -> int: ...
+
+    def encode(
+        self, prefix: str, chunk: Float[np.ndarray, "h a"] | None = None
+    ) -> tuple[list[int], list[int]]: ...
+
+    def decode(
+        self, tokens: Int[np.ndarray, " n"], horizon: int, action_dim: int
+    ) -> Float[np.ndarray, "h a"]: ...
+
+
+def clean(prompt: str) -> str:
+    """One line of words: as π0 and π0.5 read it, capitals kept."""
+    return prompt.strip().replace("_", " ").replace("\n", " ")
+
+
+def word_pi05(prompt: str, bins: Int[np.ndarray, " s"]) -> str:
+    return f"Task: {clean(prompt)}, State: {_joined(bins)};\nAction: "
+
+
+def word_fast(prompt: str, bins: Int[np.ndarray, " s"]) -> str:
+    # Lower case, and line breaks inside the sentence stay: what the released weights were told.
+    words = prompt.lower().strip().replace("_", " ")
+    return f"Task: {words}, State: {_joined(bins)};\n"
+
+
+def discretize_state(state: Float[np.ndarray, "*b s"]) -> Int[np.ndarray, "*b s"]:
+    """Each number's bin: [−1, 1] in 256 equal ones, 255 above.
+
+    Below −1 it is −1, which is no bin. The released weights saw it so, so it stays so.
+    """
+    bins = np.digitize(state, _STATE_BINS) - 1
+    below = bins < 0
+    if below.any():
+        _warn_once(
+            "state below -1",
+            "%d of %d numbers of the state lie below −1 (the lowest is %.4g, in dimension %d): "
+            "they are written as -1 in the prompt, as for the released weights. If there are "
+            "many, check the normalisation statistics. Said once.",
+            below.sum(),
+            below.size,
+            np.min(state),
+            np.argmin(state) % np.shape(state)[-1],
+        )
+    return bins
+
+
+@dataclasses.dataclass(frozen=True)
+class InjectDefaultPrompt:
+    """The prompt of data that bring none; with None they stay without."""
+
+    prompt: str | None
+
+    def __call__(self, data: Data) -> Data:
+        if self.prompt is None or "prompt" in data:
+            return data
+        return {**data, "prompt": self.prompt}
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptFromLeRobotTask:
+    """The prompt is the text of the frame's task; `tasks` is the data set's table of them."""
+
+    tasks: Mapping[int, str]
+
+    def __call__(self, data: Data) -> Data:
+        index = np.asarray(require(data, "task_index", "PromptFromLeRobotTask"))
+        unknown = sorted({int(task) for task in index.flat} - self.tasks.keys())
+        if unknown:
+            raise ValueError(
+                f"PromptFromLeRobotTask: task_index {', '.join(map(str, unknown))} is not among "
+                f"the data set's {len(self.tasks)} tasks ({sorted(self.tasks)[:20]}): check its "
+                "meta/tasks file."
+            )
+        prompts = [self.tasks[int(task)] for task in index.flat]
+        prompt = np.array(prompts).reshape(index.shape) if index.ndim else prompts[0]
+        return {**data, "prompt": prompt}
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizePrompt:
+    """The prompt's tokens for a flow model, in place of the prompt.
+
+    π0     BOS, the sentence, then "\\n" encoded by itself.
+    π0.5   (`discrete_state_input`) BOS, then the sentence and the state in one text.
+    """
+
+    tokenizer: TextTokenizer
+    max_len: int
+    discrete_state_input: bool = False
+
+    def __call__(self, data: Data) -> Data:
+        if self.discrete_state_input:
+            state = require_vector(data, "state", None, "TokenizePrompt")
+            prompts = _prompts(data, state.shape[:-1], "TokenizePrompt")
+            rows = [
+                self.tokenizer.encode(word_pi05(prompt, bins), bos=True)
+                for prompt, bins in zip(prompts.flat, _samples(discretize_state(state), 1))
+            ]
+        else:
+            batch = np.shape(data["state"])[:-1] if "state" in data else None
+            prompts = _prompts(data, batch, "TokenizePrompt")
+            # A whole episode usually has one prompt.
+            known = {prompt: self._encode_pi0(prompt) for prompt in set(prompts.flat)}
+            rows = [known[prompt] for prompt in prompts.flat]
+        tokens, mask = _pad(rows, self.max_len)
+        return {
+            **_without_prompt(data),
+            "tokenized_prompt": tokens.reshape(*prompts.shape, self.max_len),
+            "tokenized_prompt_mask": mask.reshape(*prompts.shape, self.max_len),
+        }
+
+    def _encode_pi0(self, prompt: str) -> list[int]:
+        return [*self.tokenizer.encode(clean(prompt), bos=True), *self.tokenizer.encode("\n")]
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizeFASTInputs:
+    """Prompt, state and (in training) actions as tokens, in place of the prompt.
+
+        <bos>Task: …, State: …;\\n   Action: codes |<eos>   <pad> …
+        ar    0 0 0 0 0 0 0 0 0 0    1 1 1 1 1 1 1 1 1 1     0 0 0
+        loss  0 0 0 0 0 0 0 0 0 0    1 1 1 1 1 1 1 1 1 1     0 0 0
+
+    Without actions (inference) only the left part is written.
+    """
+
+    prompt: ActionPrompt
+
+    def __call__(self, data: Data) -> Data:
+        who, max_len = "TokenizeFASTInputs", self.prompt.max_len
+        state = require_vector(data, "state", None, who)
+        batch = state.shape[:-1]
+        prompts = _prompts(data, batch, who)
+        chunks: Iterable[np.ndarray | None] = [None] * prompts.size
+        if "actions" in data:
+            actions = require_chunk(data, "actions", None, who)
+            if actions.shape[:-2] != batch:
+                raise ValueError(
+                    f"{who}: 'actions' has shape {actions.shape}; expected the state's leading "
+                    f"axes {batch}, then horizon and action dim."
+                )
+            chunks = _samples(actions, 2)
+        parts = [
+            self.prompt.encode(word_fast(prompt, bins), chunk)
+            for prompt, bins, chunk in zip(
+                prompts.flat, _samples(discretize_state(state), 1), chunks
+            )
+        ]
+        tokens, mask = _pad([[*prefix, *actions] for prefix, actions in parts], max_len)
+        starts = np.array([len(prefix) for prefix, _ in parts], dtype=np.int64)
+        written = mask & (np.arange(max_len) >= starts[:, None])
+        return {
+            **_without_prompt(data),
+            "tokenized_prompt": tokens.reshape(*batch, max_len),
+            "tokenized_prompt_mask": mask.reshape(*batch, max_len),
+            "token_ar_mask": written.astype(np.int32).reshape(*batch, max_len),
+            "token_loss_mask": written.reshape(*batch, max_len),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class ExtractFASTActions:
+    """The chunk in the tokens that the model wrote; zeros and a warning where there is none."""
+
+    prompt: ActionPrompt
+    action_horizon: int
+    action_dim: int
+
+    def __call__(self, data: Data) -> Data:
+        tokens = np.asarray(require(data, "actions", "ExtractFASTActions"))
+        if tokens.ndim < 1:
+            raise ValueError("ExtractFASTActions: 'actions' is one number; expected tokens (…, n).")
+        shape = (self.action_horizon, self.action_dim)
+        actions = np.zeros((*tokens.shape[:-1], *shape), dtype=np.float32)
+        for index in np.ndindex(tokens.shape[:-1]):
+            actions[index] = self.prompt.decode(tokens[index], *shape)
+        return {**data, "actions": actions}
+
+
+def _prompts(data: Data, batch: tuple[int, ...] | None, who: str) -> np.ndarray:
+    """One prompt per sample: an array of str with the leading axes of the batch."""
+    if data.get("prompt") is None:
+        error = missing_key("prompt", data, who)
+        raise type(error)(f'{error} Give "prompt" with the observation, or set a default_prompt.')
+    prompts = np.asarray(data["prompt"], dtype=object)
+    for prompt in prompts.flat:
+        if not isinstance(prompt, str):
+            raise ValueError(f"{who}: the prompt is {prompt!r}; expected a string.")
+    if batch is None:
+        return prompts
+    try:
+        return np.broadcast_to(prompts, batch)
+    except ValueError:
+        raise ValueError(
+            f"{who}: 'prompt' has shape {prompts.shape}; expected one string, or one for each of "
+            f"the states' leading axes {batch}."
+        ) from None
+
+
+def _without_prompt(data: Data) -> Data:
+    return {key: value for key, value in data.items() if key != "prompt"}
+
+
+def _samples(values: np.ndarray, num_axes: int) -> np.ndarray:
+    """All leading axes as one, before the last `num_axes`."""
+    shape = values.shape[values.ndim - num_axes :]
+    return values.reshape(int(np.prod(values.shape[: values.ndim - num_axes])), *shape)
+
+
+def _joined(bins: Int[np.ndarray, " s"]) -> str:
+    return " ".join(str(number) for number in bins.tolist())
+
+
+def _pad(
+    rows: Sequence[Sequence[int]], max_len: int
+) -> tuple[Int32[np.ndarray, "n l"], Bool[np.ndarray, "n l"]]:
+    """Tokens with zeros after them, cut at `max_len`; the mask says which are real."""
+    lengths = np.array([len(row) for row in rows], dtype=np.int64)
+    if (lengths > max_len).any():
+        _warn_once(
+            f"truncated at {max_len}",
+            "%d of %d prompts are longer than the model's %d tokens (the longest has %d) and were "
+            "cut at the end. Raise model.max_token_len, or shorten the prompt. Said once.",
+            (lengths > max_len).sum(),
+            len(rows),
+            max_len,
+            lengths.max(),
+        )
+    tokens = np.zeros((len(rows), max_len), dtype=np.int32)
+    for index, row in enumerate(rows):
+        tokens[index, : len(row)] = row[:max_len]
+    return tokens, np.arange(max_len) < lengths[:, None]
+
+
+def _warn_once(kind: str, message: str, *numbers: Any) -> None:
+    if kind not in _warned:
+        _warned.add(kind)
+        logger.warning(message, *numbers)

@@ -1,0 +1,29 @@
+"""Where tests find the reference cases."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent
+SHARED_REFERENCE = Path(
+    os.environ.get("PISTON_REFERENCE", REPOSITORY.parent / "shared" / "reference")
+)
+SMALL_REFERENCE = Path(__file__).parent / "reference"
+
+
+@pytest.fixture(scope="session")
+def reference() -> Path:
+    """The full set of reference cases; skips where it is not on this machine."""
+    if not SHARED_REFERENCE.is_dir():
+        pytest.skip(
+            f"needs the full reference cases at {SHARED_REFERENCE} (set PISTON_REFERENCE); "
+            "the small ones in tests/reference are tested regardless"
+        )
+    return SHARED_REFERENCE
+
+
+@pytest.fixture(scope="session")
+def small_reference() -> Path:
+    """The numerical cases that travel with the repository."""
+    return SMALL_REFERENCE

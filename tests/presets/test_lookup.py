@@ -1,0 +1,51 @@
+"""Finding a preset and overriding it from the command line."""
+
+import pytest
+
+from piston import presets
+from piston.models.variants import GEMMA
+
+
+def test_a_wrong_name_suggests_the_nearest():
+    with pytest.raises(presets.UnknownPreset, match="named 'pi0_alhoa'. Did you mean 'pi0_aloha'"):
+        presets.get("pi0_alhoa")
+
+
+def test_a_preset_cannot_be_registered_twice():
+    with pytest.raises(ValueError, match="exists already"):
+        presets.register(presets.get("debug"))
+
+
+def test_overrides_of_any_depth():
+    config = presets.cli(
+        ["pi0_aloha", "--exp-name", "x", "--batch-size", "8", "--resume", "--data.repo-id", "a/b"]
+        + ["--model.action-horizon", "10", "--data.default-prompt", "pick up the cup"]
+        + ["--lr-schedule.peak-lr", "1e-4", "--data.assets.asset-id", "mine"]
+        + ["--model.vlm", "gemma_2b_lora", "--freeze", "vlm.*", "!*lora*"]
+    )
+    assert (config.name, config.exp_name, config.batch_size) == ("pi0_aloha", "x", 8)
+    assert config.resume
+    assert config.model.action_horizon == 10
+    assert config.model.vlm == GEMMA["gemma_2b_lora"]
+    assert config.data.default_prompt == "pick up the cup"
+    assert config.data.assets.asset_id == "mine"
+    assert config.lr_schedule.peak_lr == 1e-4
+    assert config.freeze == ("vlm.*", "!*lora*")
+    assert config.policy_metadata == {"reset_pose": [0, -1.5, 1.5, 0, 0, 0]}
+
+
+def test_what_is_not_overridden_stays():
+    config = presets.cli(["debug"])
+    assert config == presets.get("debug")
+
+
+def test_an_unknown_flag_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        presets.cli(["debug", "--batchsize", "3"])
+    assert "--batch-size" in capsys.readouterr().err
+
+
+def test_a_run_needs_its_own_name(capsys):
+    with pytest.raises(SystemExit):
+        presets.cli(["pi0_aloha_sim"])
+    assert "exp-name" in capsys.readouterr().err

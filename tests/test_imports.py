@@ -1,0 +1,57 @@
+"""Imports go one way. This test reads every import in the source and holds the line."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import piston
+
+SOURCE = Path(piston.__file__).parent
+
+# A file may use what stands in an earlier row, or in its own package; never what comes later.
+ROWS = (
+    ("observation", "logs", "assets", "optimization", "serialization"),
+    ("transforms", "tokenizers", "models"),
+    ("config",),
+    ("robots", "weights", "data"),
+    ("presets",),
+    ("training", "inference"),
+    ("serving", "sim"),
+    ("verification",),
+    ("cli",),
+)
+LEVEL = {name: level for level, row in enumerate(ROWS) for name in row}
+
+
+def _parts_imported(path: Path) -> set[str]:
+    """The top-level parts of Piston that a file imports, function-level imports included."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            module = node.module or ""
+            names |= (
+                {f"{module}.{alias.name}" for alias in node.names}
+                if module == "piston"
+                else {module}
+            )
+    return {name.split(".")[1] for name in names if name.startswith("piston.")}
+
+
+def _files() -> list[Path]:
+    return sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
+
+
+@pytest.mark.parametrize("path", _files(), ids=lambda path: path.relative_to(SOURCE).as_posix())
+def test_imports_point_backwards(path):
+    own = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+    imported = _parts_imported(path) - {own}
+    if own == "client":
+        assert not imported, f"the client imports nothing of the rest, found {imported}"
+        return
+    assert own in LEVEL, f"{own} has no row in this test: decide where it stands"
+    later = {name for name in imported if LEVEL[name] >= LEVEL[own]}
+    assert not later, f"{path.relative_to(SOURCE)} may not import {sorted(later)}"

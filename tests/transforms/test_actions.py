@@ -1,0 +1,130 @@
+"""Relative and absolute actions, masks, thinning, padding."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from piston.transforms.actions import (
+    AbsoluteActions,
+    DeltaActions,
+    PadStatesAndActions,
+    SubsampleActions,
+    make_bool_mask,
+    pad_to_dim,
+)
+
+moderate = st.floats(-100, 100, width=32)
+
+
+@st.composite
+def samples(draw):
+    """State, actions and a mask that may be shorter than both, with random batch axes."""
+    leading = draw(hnp.array_shapes(min_dims=0, max_dims=2, max_side=3))
+    state_dim, action_dim = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    horizon = draw(st.integers(1, 4))
+    dtype = draw(st.sampled_from([np.float32, np.float64]))
+    return {
+        "state": draw(hnp.arrays(dtype, (*leading, state_dim), elements=moderate)),
+        "actions": draw(hnp.arrays(dtype, (*leading, horizon, action_dim), elements=moderate)),
+    }, draw(st.lists(st.booleans(), max_size=min(state_dim, action_dim)))
+
+
+@given(samples())
+def test_absolute_undoes_delta(sample):
+    data, mask = sample
+    delta = DeltaActions(mask)(data)
+    back = AbsoluteActions(mask)(delta)
+    np.testing.assert_allclose(back["actions"], data["actions"], atol=1e-4)
+    assert back["actions"].dtype == delta["actions"].dtype == data["actions"].dtype
+
+
+@given(samples())
+def test_delta_is_relative_to_the_state_at_the_start_of_the_chunk(sample):
+    data, mask = sample
+    delta = DeltaActions(mask)(data)["actions"]
+    for dim in range(data["actions"].shape[-1]):
+        relative = dim < len(mask) and mask[dim]
+        start = data["state"][..., None, dim] if relative else 0.0
+        np.testing.assert_allclose(delta[..., dim], data["actions"][..., dim] - start, atol=1e-4)
+
+
+def test_no_mask_or_no_actions_change_nothing():
+    data = {"state": np.ones(2), "actions": np.ones((3, 2))}
+    assert DeltaActions(None)(data) is data
+    assert DeltaActions([True])({"state": np.ones(2)}).keys() == {"state"}
+
+
+@pytest.mark.parametrize(
+    ("state", "actions", "mask", "message"),
+    [
+        ((2,), (4, 2), [True] * 3, "mask has 3 entries, 'actions' only 2 dimensions"),
+        ((2,), (4, 5), [False, False, True], "action dimension 2 relative, but 'state' has only 2"),
+        ((3, 2), (4, 2), [True], "batch axes must agree"),
+        ((2,), (2,), [True], r"'actions' has shape \(2,\); expected \(…, horizon, dim\)"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(state, actions, mask, message):
+    with pytest.raises(ValueError, match=message):
+        DeltaActions(mask)({"state": np.zeros(state), "actions": np.zeros(actions)})
+
+
+def test_absolute_dimensions_need_no_state():
+    data = {"state": np.ones(1), "actions": np.zeros((4, 3))}
+    result = AbsoluteActions([True, False, False])(data)["actions"]
+    np.testing.assert_array_equal(result, [[1, 0, 0]] * 4)
+
+
+def test_integer_actions_do_not_wrap():
+    data = {"state": np.array([0.5]), "actions": np.array([[1]], dtype=np.uint8)}
+    np.testing.assert_array_equal(DeltaActions([True])(data)["actions"], [[0.5]])
+
+
+def test_run_lengths_are_no_mask():
+    with pytest.raises(TypeError, match="make_bool_mask"):
+        DeltaActions([6, -1])
+
+
+def test_make_bool_mask_meets_the_reference(small_reference):
+    cases = json.loads((small_reference / "transforms.json").read_text())
+    masks = {name: value for name, value in cases.items() if name.startswith("make_bool_mask")}
+    assert masks
+    for name, expected in masks.items():
+        dims = name.removeprefix("make_bool_mask(").removesuffix(")").split(",")
+        assert list(make_bool_mask(*map(int, dims))) == expected, name
+
+
+def test_subsample_keeps_every_nth_step_and_its_padding_mark():
+    actions = np.arange(24.0).reshape(2, 6, 2)
+    marks = np.arange(12).reshape(2, 6) > 3
+    result = SubsampleActions(4)({"actions": actions, "action_is_pad": marks})
+    np.testing.assert_array_equal(result["actions"], actions[:, [0, 4]])
+    np.testing.assert_array_equal(result["action_is_pad"], marks[:, [0, 4]])
+    with pytest.raises(ValueError, match="at least 1, is 0"):
+        SubsampleActions(0)
+
+
+@given(samples(), st.integers(6, 9))
+def test_padding_is_zeros_behind_the_data(sample, dim):
+    data, _ = sample
+    padded = PadStatesAndActions(dim)(data)
+    for key, values in data.items():
+        width = values.shape[-1]
+        assert padded[key].shape == (*values.shape[:-1], dim)
+        assert padded[key].dtype == values.dtype
+        np.testing.assert_array_equal(padded[key][..., :width], values)
+        assert not padded[key][..., width:].any()
+
+
+def test_more_dimensions_than_the_model_takes_are_refused():
+    with pytest.raises(ValueError, match="'state' has 44 dimensions; the model takes at most 32"):
+        PadStatesAndActions(32)({"state": np.zeros(44)})
+
+
+def test_pad_to_dim_along_any_axis():
+    assert pad_to_dim(np.zeros((2, 3)), 4, axis=0, value=1.0).sum() == 6
+    with pytest.raises(ValueError, match="longer"):
+        pad_to_dim(np.zeros(3), 2)
