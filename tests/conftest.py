@@ -1,9 +1,16 @@
-"""Where tests find the reference cases."""
+"""Where tests find the reference cases, and how properties are tried."""
 
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+# Examples are small; a busy machine must not fail a property.
+hypothesis.settings.register_profile(
+    "piston", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("piston")
 
 REPOSITORY = Path(__file__).parent.parent
 SHARED_REFERENCE = Path(

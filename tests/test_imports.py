@@ -11,6 +11,7 @@ SOURCE = Path(piston.__file__).parent
 
 # A file may use what stands in an earlier row, or in its own package; never what comes later.
 ROWS = (
+    ("client",),
     ("observation", "logs", "assets", "optimization", "serialization"),
     ("transforms", "tokenizers", "models"),
     ("config",),

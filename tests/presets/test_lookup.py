@@ -1,5 +1,9 @@
 """Finding a preset and overriding it from the command line."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from piston import presets
@@ -49,3 +53,20 @@ def test_a_run_needs_its_own_name(capsys):
     with pytest.raises(SystemExit):
         presets.cli(["pi0_aloha_sim"])
     assert "exp-name" in capsys.readouterr().err
+
+
+def test_a_module_of_ones_own_is_known_to_every_command(tmp_path):
+    (tmp_path / "my_presets.py").write_text(
+        "import dataclasses\n"
+        "from piston import presets\n"
+        "presets.register(dataclasses.replace(presets.get('debug'), name='mine'))\n"
+    )
+    command = [sys.executable, "-m", "piston.cli", "presets", "mine"]
+    environment = {**os.environ, "PISTON_PRESETS": "my_presets"}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "name = 'mine'" in result.stdout
+    environment["PISTON_PRESETS"] = "not_there"
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "PISTON_PRESETS names 'not_there'" in result.stderr

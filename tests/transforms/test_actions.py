@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -16,6 +16,9 @@ from piston.transforms.actions import (
     make_bool_mask,
     pad_to_dim,
 )
+
+# A busy machine is no failure.
+RELAXED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 moderate = st.floats(-100, 100, width=32)
 
@@ -33,6 +36,7 @@ def samples(draw):
     }, draw(st.lists(st.booleans(), max_size=min(state_dim, action_dim)))
 
 
+@RELAXED
 @given(samples())
 def test_absolute_undoes_delta(sample):
     data, mask = sample
@@ -42,6 +46,7 @@ def test_absolute_undoes_delta(sample):
     assert back["actions"].dtype == delta["actions"].dtype == data["actions"].dtype
 
 
+@RELAXED
 @given(samples())
 def test_delta_is_relative_to_the_state_at_the_start_of_the_chunk(sample):
     data, mask = sample
@@ -107,6 +112,7 @@ def test_subsample_keeps_every_nth_step_and_its_padding_mark():
         SubsampleActions(0)
 
 
+@RELAXED
 @given(samples(), st.integers(6, 9))
 def test_padding_is_zeros_behind_the_data(sample, dim):
     data, _ = sample

@@ -1,10 +1,13 @@
 """Renaming keys."""
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from piston.transforms.keys import RepackTransform, flatten_dict, unflatten_dict
+
+# A busy machine is no failure.
+RELAXED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 ALOHA = RepackTransform(
     {"images": {"cam_high": "observation.images.top"}, "state": "observation.state"}
@@ -46,6 +49,7 @@ trees = st.recursive(
 )
 
 
+@RELAXED
 @given(st.dictionaries(names, trees, max_size=3))
 def test_flatten_and_unflatten_are_inverses(tree):
     assert unflatten_dict(flatten_dict(tree)) == tree

@@ -6,6 +6,10 @@ Presets are data. Each robot family's stand in a file of their own; this file kn
 from __future__ import annotations
 
 import difflib
+import functools
+import importlib
+import os
+import sys
 from collections.abc import Sequence
 
 import tyro
@@ -27,12 +31,33 @@ class UnknownPreset(ValueError):
     """No preset has this name; the message suggests the nearest."""
 
 
+@functools.cache
+def _import_user_presets() -> None:
+    """Import the modules that PISTON_PRESETS names, which `register` presets of their own."""
+    for module in filter(None, os.environ.get("PISTON_PRESETS", "").split(",")):
+        # A command has no current folder on its path, where such a module usually is.
+        sys.path.append(os.getcwd())
+        try:
+            importlib.import_module(module.strip())
+        except ImportError as error:
+            raise ValueError(
+                f"PISTON_PRESETS names {module!r}, which cannot be imported ({error}). It is a "
+                "comma-separated list of modules, found in the current folder or installed."
+            ) from error
+        finally:
+            sys.path.remove(os.getcwd())
+
+
 def names() -> list[str]:
+    _import_user_presets()
     return list(_BY_NAME)
 
 
 def register(preset: TrainConfig) -> TrainConfig:
-    """Make a preset of your own known by its name."""
+    """Make a preset of your own known by its name.
+
+    Put the call in a module and name it in PISTON_PRESETS, and every command knows the preset.
+    """
     if preset.name in _BY_NAME:
         raise ValueError(f"A preset named {preset.name!r} exists already. Choose another name.")
     _BY_NAME[preset.name] = preset
@@ -40,6 +65,7 @@ def register(preset: TrainConfig) -> TrainConfig:
 
 
 def get(name: str) -> TrainConfig:
+    _import_user_presets()
     if name not in _BY_NAME:
         nearest = difflib.get_close_matches(name, _BY_NAME, n=1, cutoff=0.4)
         hint = f"Did you mean {nearest[0]!r}? " if nearest else ""
@@ -56,7 +82,7 @@ def purpose(preset: TrainConfig) -> str:
 def cli(args: Sequence[str], prog: str = "piston train") -> TrainConfig:
     """A preset, then overrides of any of its fields: `pi0_aloha --model.action-horizon 10`."""
     if not args or args[0] in ("-h", "--help"):
-        chosen = list(_BY_NAME.values())
+        chosen = [get(name) for name in names()]
     else:
         # Only the chosen one: building parsers for all of them takes seconds.
         chosen = [get(args[0])]
