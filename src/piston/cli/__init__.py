@@ -33,7 +33,7 @@ def main(args: Sequence[str] | None = None) -> int:
         return int(run(rest) or 0)
     except BrokenPipeError:
         return stdout_closed_early()
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, KeyError, OSError, ImportError) as error:
         if os.environ.get("PISTON_TRACEBACK"):
             raise
         return fail(error)
