@@ -1,0 +1,25 @@
+"""Piston: vision-language-action flow models, from a LeRobot data set to a moving robot.
+
+    policy = piston.load_policy("checkpoints/pi0_aloha_sim/first/19999")
+    actions = policy.infer(observation)["actions"]
+
+Importing this package loads nothing heavy, so that a robot may import `piston.client` alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from piston.inference import load_policy
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "load_policy"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "load_policy":
+        from piston.inference import load_policy
+
+        return load_policy
+    raise AttributeError(f"module 'piston' has no attribute {name!r}")

@@ -1,7 +1,8 @@
 """Sizes: every number that says how large a part of a model is, and the names they go by.
 
 On the command line a size is its name (`gemma_2b`) or its numbers
-(`width=512,depth=8,mlp_dim=2048,num_heads=8,num_kv_heads=1,head_dim=64,lora_rank=16`).
+(`width=512,depth=8,mlp_dim=2048,num_heads=8,num_kv_heads=1,head_dim=64,lora_rank=16`;
+`lora_attention=0` or `lora_mlp=0` leave out a kind of layer).
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ class LoRA:
 
     rank: int
     alpha: float
+    # Which kinds of layers are adapted.
+    attention: bool = True
+    mlp: bool = True
 
     @property
     def scale(self) -> float:
@@ -89,6 +93,9 @@ GEMMA: dict[str, GemmaSize] = {
 }
 
 
+_LORA_KINDS = ("attention", "mlp")
+
+
 def size_name(size: GemmaSize | VisionSize) -> str:
     """The name of a known size, else its numbers in the form that `parse_*_size` reads."""
     table: Mapping[str, GemmaSize | VisionSize] = GEMMA if isinstance(size, GemmaSize) else VISION
@@ -99,6 +106,7 @@ def size_name(size: GemmaSize | VisionSize) -> str:
     lora = numbers.pop("lora", None)
     if lora is not None:
         numbers |= {"lora_rank": lora.rank, "lora_alpha": lora.alpha}
+        numbers |= {f"lora_{kind}": 0 for kind in _LORA_KINDS if not getattr(lora, kind)}
     return ",".join(f"{name}={number}" for name, number in numbers.items())
 
 
@@ -109,7 +117,8 @@ def parse_gemma_size(text: str) -> GemmaSize:
         text, {f.name for f in dataclasses.fields(GemmaSize)} - {"lora"}, GEMMA
     )
     rank, alpha = numbers.pop("lora_rank", None), numbers.pop("lora_alpha", None)
-    lora = None if rank is None else LoRA(int(rank), rank if alpha is None else alpha)
+    kinds = {kind: bool(numbers.pop(f"lora_{kind}", 1)) for kind in _LORA_KINDS}
+    lora = None if rank is None else LoRA(int(rank), rank if alpha is None else alpha, **kinds)
     return GemmaSize(**{name: int(number) for name, number in numbers.items()}, lora=lora)
 
 
@@ -121,7 +130,8 @@ def parse_vision_size(text: str) -> VisionSize:
 
 
 def _parse_numbers(text: str, required: set[str], known: Mapping[str, object]) -> dict[str, float]:
-    optional = {"lora_rank", "lora_alpha"} if known is GEMMA else set()
+    lora = {"lora_rank", "lora_alpha", *(f"lora_{kind}" for kind in _LORA_KINDS)}
+    optional = lora if known is GEMMA else set()
     try:
         numbers = {name: float(number) for name, number in (p.split("=") for p in text.split(","))}
     except ValueError:

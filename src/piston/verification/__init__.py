@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from piston.verification import norm_stats, transforms
+from piston.verification import datasets, models, norm_stats, transforms
 from piston.verification.quantity import Quantity
 
 # What a kind of case is called → the module that recognises and replays it.
 _KINDS: dict[str, tuple[Callable[[Path], bool], Callable[[Path], Iterator[Quantity]]]] = {
     "transforms (a .json with its .npz beside it)": (transforms.matches, transforms.replay),
+    "models (a folder with case.npz and config.json)": (models.matches, models.replay),
+    "data sets (a folder with meta/info.json)": (datasets.matches, datasets.replay),
     "norm stats (a folder with norm_stats.json)": (norm_stats.matches, norm_stats.replay),
 }
 

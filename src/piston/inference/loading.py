@@ -1,0 +1,117 @@
+"""From a checkpoint's folder to a policy: configuration, statistics, tensors.
+
+A folder that the trainer wrote is self-contained. Any other checkpoint holds only a model, so that
+a preset has to say which robot it is for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from piston import assets, presets, weights
+from piston.config import DataConfig, TrainConfig
+from piston.inference.policy import Policy
+from piston.inference.quantization import quantize_for_inference
+from piston.models.variants import GEMMA, VISION
+from piston.serialization import from_json
+from piston.transforms.normalize import read_norm_stats
+
+PolicyDtype = Literal["float32", "bfloat16", "int8"]
+# The section of config.json in which the trainer writes its whole configuration.
+TRAIN_SECTION = "train"
+
+# What matrices are held in, and what activations are computed in. Eight-bit matrices are made from
+# bfloat16 ones, so that the float32 model never has to fit in memory.
+_HELD = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.bfloat16}
+_COMPUTED: dict[str, Literal["float32", "bfloat16"]] = {
+    "float32": "float32",
+    "bfloat16": "bfloat16",
+    "int8": "float32",
+}
+
+
+def load_policy(
+    location: str | Path,
+    *,
+    preset: str | TrainConfig | None = None,
+    device: str | torch.device | None = None,
+    dtype: PolicyDtype | None = None,
+    default_prompt: str | None = None,
+    **options: Any,
+) -> Policy:
+    """The policy of a checkpoint's folder or location.
+
+    `dtype` None holds and computes as the checkpoint says. `preset` is for checkpoints without a
+    configuration of their own, such as foreign or converted ones. `options` are the policy's:
+    num_steps, seed, rtc_jacobian.
+    """
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if dtype == "int8" and device.type != "cpu":
+        raise ValueError(f"int8 is for CPUs, the device is {device}. Use bfloat16 there.")
+    folder = assets.resolve(location)
+    config = _find_config(folder, preset)
+    if default_prompt is not None:
+        data = dataclasses.replace(config.data, default_prompt=default_prompt)
+        config = dataclasses.replace(config, data=data)
+    if dtype is not None:
+        computed = dataclasses.replace(config.model, dtype=_COMPUTED[dtype])
+        config = dataclasses.replace(config, model=computed)
+    pipeline = _with_statistics(config.data_config(), folder, config.name)
+    model = weights.load_model(
+        folder, config.model, dtype=None if dtype is None else _HELD[dtype], device=device
+    )
+    if dtype == "int8":
+        quantize_for_inference(model)
+    return Policy(model, pipeline, metadata=config.policy_metadata, **options)
+
+
+def random_policy(preset: str | TrainConfig, **options: Any) -> Policy:
+    """A tiny model with random weights and the preset's robot: to try the wiring around it."""
+    config = presets.get(preset) if isinstance(preset, str) else preset
+    small: dict[str, Any] = {"vision": VISION["dummy"], "vlm": GEMMA["dummy"], "vocab_size": 4_096}
+    if hasattr(config.model, "action_expert"):
+        small["action_expert"] = GEMMA["dummy"]
+    model_config = dataclasses.replace(config.model, **small, tokenizer="bytes", dtype="float32")
+    pipeline = config.data.create(config.assets_dirs, model_config)
+    if pipeline.fake:
+        raise ValueError(
+            f"Preset {config.name!r} has no robot, so that no observation fits it. "
+            "Name one with a robot, such as pi0_aloha_sim."
+        )
+    # No statistics: the model's numbers mean nothing anyway.
+    pipeline = dataclasses.replace(pipeline, norm_stats={})
+    model = weights.build_model(model_config)
+    return Policy(model, pipeline, metadata=config.policy_metadata, **options)
+
+
+def _find_config(folder: Path, preset: str | TrainConfig | None) -> TrainConfig:
+    """The preset that is asked for, else what the trainer wrote beside the tensors."""
+    if preset is not None:
+        return presets.get(preset) if isinstance(preset, str) else preset
+    path = folder / "config.json"
+    section = json.loads(path.read_text()).get(TRAIN_SECTION) if path.is_file() else None
+    if section is None:
+        raise ValueError(
+            f"{folder} holds a model but does not say which robot it is for. Name a preset "
+            "(--preset pi0_aloha); `piston presets` lists them."
+        )
+    config = from_json(section, where="config.json: train")
+    if not isinstance(config, TrainConfig):
+        raise ValueError(f"{path} holds a {type(config).__name__} where TrainConfig is expected.")
+    return config
+
+
+def _with_statistics(data: DataConfig, folder: Path, preset: str) -> DataConfig:
+    """Those in the checkpoint where it has any, else those that the configuration names."""
+    if data.asset_id is not None:
+        # `params` of the JAX trainer lies beside its assets.
+        for place in (folder, folder.parent):
+            inside = place / "assets" / data.asset_id
+            if (inside / "norm_stats.json").is_file():
+                return dataclasses.replace(data, norm_stats=read_norm_stats(inside))
+    return data.with_norm_stats(preset)

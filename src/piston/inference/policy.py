@@ -1,0 +1,199 @@
+"""A policy: observations in the robot's own keys in, its own actions out.
+
+The same input transforms as in training, without repack; the model; then the output transforms.
+Knows nothing of sockets, files or training.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from piston.config import DataConfig
+from piston.inference.sampling import Guidance, Jacobian, guidance_weights, sample_guided
+from piston.models.autoregressive import Pi0FAST
+from piston.models.flow import Pi0
+from piston.observation import Observation
+from piston.transforms.base import Data, compose
+
+# What a request may carry besides the robot's own keys.
+_REQUEST_KEYS = ("noise", "seed", "rtc")
+
+
+class Policy:
+    """Give it a model and the pipeline it was trained with (`data`, with its statistics)."""
+
+    def __init__(
+        self,
+        model: Pi0 | Pi0FAST,
+        data: DataConfig,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        num_steps: int = 10,
+        seed: int | None = None,
+        rtc_jacobian: Jacobian = "full",
+    ) -> None:
+        if num_steps < 1:
+            raise ValueError(f"num_steps must be at least 1, is {num_steps}.")
+        self.model = model.eval()
+        self.metadata = dict(metadata or {})
+        self.num_steps = num_steps
+        self._jacobian: Jacobian = rtc_jacobian
+        self._to_model = compose(data.input_transforms(repack=False))
+        self._to_robot = compose(data.output_transforms())
+        self._random = np.random.default_rng(seed)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def infer(
+        self,
+        observation: Mapping[str, Any],
+        *,
+        noise: np.ndarray | None = None,
+        seed: int | None = None,
+    ) -> dict[str, Any]:
+        """A chunk of actions, and how long it took after the device had finished.
+
+        Explicit `noise` (horizon, action dim; in the model's space) or a `seed` make the result
+        reproducible.
+        """
+        given = {"noise": noise, "seed": seed}
+        request = {**observation, **{key: v for key, v in given.items() if v is not None}}
+        return self.infer_batch([request])[0]
+
+    def infer_batch(self, observations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The same for several robots at once; an observation may bring its own noise or seed."""
+        started = time.perf_counter()
+        prepared = [self._prepare(observation) for observation in observations]
+        results: list[dict[str, Any]] = [{} for _ in prepared]
+        # Guided and plain requests differ in what is computed, so each kind is one batch.
+        for guided in (False, True):
+            places = [i for i, one in enumerate(prepared) if ("rtc" in one) == guided]
+            if places:
+                chosen = self._run([prepared[i] for i in places], guided)
+                for place, result in zip(places, chosen, strict=True):
+                    results[place] = result
+        elapsed = 1_000 * (time.perf_counter() - started)
+        return [{**result, "policy_timing": {"infer_ms": elapsed}} for result in results]
+
+    def warm_up(self) -> float:
+        """Run once on a black image, so that the first robot does not wait; the seconds it took."""
+        started = time.perf_counter()
+        config, pixels = self.model.config, self.model.config.image_size
+        black = torch.zeros(1, pixels, pixels, 3, dtype=torch.uint8)
+        words = torch.full((1, config.prompt_length), 2)
+        observation = Observation(
+            images=dict.fromkeys(config.cameras, black),
+            image_masks={camera: torch.ones(1, dtype=torch.bool) for camera in config.cameras},
+            state=torch.zeros(1, config.action_dim),
+            tokenized_prompt=words,
+            tokenized_prompt_mask=words > 0,
+        ).to(self.device)
+        if isinstance(self.model, Pi0FAST):
+            self.model.generate_tokens(observation, max_steps=2)
+        else:
+            self.model.sample_actions(observation, num_steps=self.num_steps)
+        self._wait_for_device()
+        return time.perf_counter() - started
+
+    def _prepare(self, observation: Mapping[str, Any]) -> Data:
+        """What the model sees of one observation, with the noise it starts from."""
+        data = {key: value for key, value in observation.items() if key not in _REQUEST_KEYS}
+        rtc = observation.get("rtc")
+        if rtc is not None:
+            data["actions"] = self._committed(rtc)
+        seen = self._to_model(data)
+        previous = seen.pop("actions", None)
+        if rtc is not None:
+            seen["rtc"] = {**rtc, "previous_chunk": previous}
+        if isinstance(self.model, Pi0):
+            seen["noise"] = self._noise(observation)
+        return seen
+
+    def _committed(self, rtc: Mapping[str, Any]) -> np.ndarray:
+        """The old chunk from now on, in the robot's space, repeated at its end to a full chunk.
+
+        As actions of this observation it passes through the same transforms as recorded ones, so
+        that delta actions become relative to the new state.
+        """
+        if isinstance(self.model, Pi0FAST):
+            raise ValueError("Real-time chunking needs a flow model; this one is π0-FAST.")
+        horizon = self.model.config.action_horizon
+        previous = np.asarray(rtc["previous_chunk"])
+        if previous.ndim != 2 or not 1 <= len(previous) <= horizon:
+            raise ValueError(
+                f"rtc.previous_chunk has shape {previous.shape}; expected (steps, action dim) with "
+                f"1 to {horizon} steps."
+            )
+        missing = horizon - len(previous)
+        return np.concatenate([previous, np.repeat(previous[-1:], missing, axis=0)])
+
+    def _noise(self, observation: Mapping[str, Any]) -> np.ndarray:
+        shape = (self.model.config.action_horizon, self.model.config.action_dim)
+        if observation.get("noise") is not None:
+            noise = np.asarray(observation["noise"], np.float32)
+            if noise.shape != shape or not np.isfinite(noise).all():
+                raise ValueError(
+                    f"noise has shape {noise.shape}; expected {shape}, all of it finite."
+                )
+            return noise
+        seed = observation.get("seed")
+        random = self._random if seed is None else np.random.default_rng(int(seed))
+        return random.standard_normal(shape, np.float32)
+
+    def _run(self, prepared: Sequence[Data], guided: bool) -> list[dict[str, Any]]:
+        observation = Observation.from_dict(_stack(prepared)).to(self.device)
+        if isinstance(self.model, Pi0FAST):
+            actions: Tensor = self.model.generate_tokens(observation)
+        else:
+            noise = self._tensor([one["noise"] for one in prepared])
+            if guided:
+                actions = sample_guided(
+                    self.model, observation, noise, self.num_steps, self._guidance(prepared)
+                )
+            else:
+                actions = self.model.sample_actions(observation, noise, self.num_steps)
+        chunks = actions.cpu().numpy()  # waits until the device has finished
+        return [
+            dict(self._to_robot({"state": one["state"], "actions": chunk}))
+            for one, chunk in zip(prepared, chunks, strict=True)
+        ]
+
+    def _guidance(self, prepared: Sequence[Data]) -> Guidance:
+        requests = [one["rtc"] for one in prepared]
+        horizon = self.model.config.action_horizon
+        weights = [
+            guidance_weights(horizon, int(rtc["delay"]), int(rtc["execute_horizon"]))
+            for rtc in requests
+        ]
+        return Guidance(
+            previous=self._tensor([rtc["previous_chunk"] for rtc in requests]),
+            weights=torch.stack(weights).to(self.device),
+            jacobian=self._jacobian,
+        )
+
+    def _tensor(self, rows: Sequence[np.ndarray]) -> Tensor:
+        return torch.from_numpy(np.stack(rows).astype(np.float32)).to(self.device)
+
+    def _wait_for_device(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _stack(samples: Sequence[Data]) -> Data:
+    """One batch of what the model sees; noise and guidance are stacked by those who use them."""
+    first = samples[0]
+    batch: Data = {}
+    for key in first.keys() - {"noise", "rtc"}:
+        if isinstance(first[key], Mapping):
+            batch[key] = _stack([sample[key] for sample in samples])
+        else:
+            batch[key] = np.stack([sample[key] for sample in samples])
+    return batch

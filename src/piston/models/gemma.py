@@ -1,0 +1,222 @@
+"""One expert: the parts of a Gemma transformer, and their order within a layer.
+
+Knows one stream of tokens; which tokens it may look at comes from outside, as a `Memory` of keys
+and values and a mask. Knows nothing of images, actions or other experts.
+
+Dims: b batch, t tokens, d width, n heads, k key heads, e head dim, s tokens remembered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from piston.models import precision
+from piston.models.lora import make_linear
+from piston.models.variants import GemmaSize
+
+_EPSILON = 1e-6
+_WAVELENGTH = 10_000.0
+
+Tokens = Float[Tensor, "b t d"]
+# What an adaptive norm makes of the condition: scale, shift, gate. None for a plain norm.
+Modulation = Float[Tensor, "b 1 d3"] | None
+
+
+class Rope(NamedTuple):
+    """Rotary angles of a run of tokens, made once for all layers."""
+
+    cos: Float[Tensor, "b t 1 e/2"]
+    sin: Float[Tensor, "b t 1 e/2"]
+
+    @classmethod
+    def at(cls, positions: Int[Tensor, "b t"], head_dim: int) -> Rope:
+        exponents = torch.arange(0, head_dim, 2, device=positions.device) / head_dim
+        angles = positions[:, :, None, None] / _WAVELENGTH**exponents
+        return cls(angles.cos(), angles.sin())
+
+    def rotate(self, x: Float[Tensor, "b t n e"]) -> Float[Tensor, "b t n e"]:
+        """Turn channel i against channel i + e/2."""
+        first, second = x.float().chunk(2, dim=-1)
+        turned = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
+        return torch.cat(turned, dim=-1).to(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Keys and values of the tokens that one layer has read so far.
+
+    With room left, new ones are written behind the old in place and nothing is copied: dropping
+    the extended memory and extending the old one again overwrites the tail. Without room, or
+    where gradients flow, a longer memory is made.
+    """
+
+    keys: Float[Tensor, "b k capacity e"]
+    values: Float[Tensor, "b k capacity e"]
+    length: int
+
+    @classmethod
+    def empty(cls, size: GemmaSize, batch: int, capacity: int, like: Tensor) -> Memory:
+        shape = (batch, size.num_kv_heads, capacity, size.head_dim)
+        return cls(like.new_empty(shape), like.new_empty(shape), 0)
+
+    def extend(self, keys: Float[Tensor, "b t k e"], values: Float[Tensor, "b t k e"]) -> Memory:
+        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+        end = self.length + keys.shape[2]
+        has_room = end <= self.keys.shape[2]
+        if not has_room or keys.requires_grad or self.keys.requires_grad:
+            if self.length:
+                old_keys, old_values = self.read()
+                keys, values = torch.cat((old_keys, keys), 2), torch.cat((old_values, values), 2)
+            return Memory(keys, values, end)
+        self.keys[:, :, self.length : end] = keys
+        self.values[:, :, self.length : end] = values
+        return Memory(self.keys, self.values, end)
+
+    def read(self) -> tuple[Float[Tensor, "b k s e"], Float[Tensor, "b k s e"]]:
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
+    def repeat(self, times: int) -> Memory:
+        """Every sample `times` over, side by side."""
+        keys, values = (part.repeat_interleave(times, 0) for part in self.read())
+        return Memory(keys, values, self.length)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm in float32; the scale is stored as its difference from one."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(width))
+
+    def modulate(self, condition: Float[Tensor, "b d"]) -> Modulation:  # noqa: ARG002
+        return None
+
+    def forward(self, x: Tokens, modulation: Modulation = None) -> tuple[Tokens, None]:  # noqa: ARG002
+        normed = nn.functional.rms_norm(x.float(), x.shape[-1:], 1 + self.scale, _EPSILON)
+        return normed.to(x.dtype), None
+
+
+class AdaptiveRMSNorm(nn.Module):
+    """Scale, shift and the gate of the branch that follows come from a condition."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.modulation = precision.Linear(width, 3 * width)
+        nn.init.zeros_(self.modulation.weight)
+
+    def modulate(self, condition: Float[Tensor, "b d"]) -> Modulation:
+        return self.modulation(condition)[:, None]
+
+    def forward(self, x: Tokens, modulation: Modulation) -> tuple[Tokens, Float[Tensor, "b 1 d"]]:
+        assert modulation is not None
+        scale, shift, gate = modulation.chunk(3, dim=-1)
+        normed = nn.functional.rms_norm(x.float(), x.shape[-1:], None, _EPSILON)
+        return (normed * (1 + scale.float()) + shift.float()).to(x.dtype), gate
+
+
+def add_gated(x: Tokens, branch: Tokens, gate: Float[Tensor, "b 1 d"] | None) -> Tokens:
+    return x + branch if gate is None else x + branch * gate
+
+
+class Attention(nn.Module):
+    """Queries, keys and values of one expert; the attention itself may span several experts."""
+
+    def __init__(self, size: GemmaSize) -> None:
+        super().__init__()
+        self.size = size
+        lora = size.lora if size.lora and size.lora.attention else None
+        inner, inner_kv = size.num_heads * size.head_dim, size.num_kv_heads * size.head_dim
+        self.query = make_linear(size.width, inner, lora, groups=size.num_heads)
+        self.key = make_linear(size.width, inner_kv, lora, groups=size.num_kv_heads)
+        self.value = make_linear(size.width, inner_kv, lora, groups=size.num_kv_heads)
+        self.output = make_linear(inner, size.width, lora)
+
+    def remember(self, x: Tokens, rope: Rope, memory: Memory) -> Memory:
+        heads = (self.size.num_kv_heads, self.size.head_dim)
+        keys, values = self.key(x).unflatten(-1, heads), self.value(x).unflatten(-1, heads)
+        return memory.extend(rope.rotate(keys), values)
+
+    def look(
+        self, x: Tokens, rope: Rope, memory: Memory, mask: Bool[Tensor, "b t s"] | None
+    ) -> Tokens:
+        heads = (self.size.num_heads, self.size.head_dim)
+        query = rope.rotate(self.query(x).unflatten(-1, heads)).transpose(1, 2)
+        # Grouped heads as a view without copies: unlike enable_gqa, every kernel takes a mask so.
+        group = self.size.num_heads // self.size.num_kv_heads
+        keys, values = (
+            part[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2) for part in memory.read()
+        )
+        seen = precision.attention(query, keys, values, None if mask is None else mask[:, None])
+        return self.output(seen.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, size: GemmaSize) -> None:
+        super().__init__()
+        lora = size.lora if size.lora and size.lora.mlp else None
+        self.gate = make_linear(size.width, size.mlp_dim, lora)
+        self.up = make_linear(size.width, size.mlp_dim, lora)
+        self.down = make_linear(size.mlp_dim, size.width, lora)
+
+    def forward(self, x: Tokens) -> Tokens:
+        return self.down(nn.functional.gelu(self.gate(x), approximate="tanh") * self.up(x))
+
+
+class ExpertLayer(nn.Module):
+    def __init__(self, size: GemmaSize, adaptive: bool) -> None:
+        super().__init__()
+        norm = AdaptiveRMSNorm if adaptive else RMSNorm
+        self.attention_norm = norm(size.width)
+        self.attention = Attention(size)
+        self.mlp_norm = norm(size.width)
+        self.mlp = MLP(size)
+
+    def remember(self, x: Tokens, memory: Memory, rope: Rope) -> Memory:
+        """Keys and values only: all that the last layer of a plain prefix has to give."""
+        normed, _ = self.attention_norm(x, None)
+        return self.attention.remember(normed, rope, memory)
+
+    def forward(
+        self,
+        x: Tokens,
+        memory: Memory,
+        rope: Rope,
+        mask: Bool[Tensor, "b t s"] | None,
+        before_attention: Modulation,
+        before_mlp: Modulation,
+    ) -> tuple[Tokens, Memory]:
+        normed, gate = self.attention_norm(x, before_attention)
+        memory = self.attention.remember(normed, rope, memory)
+        x = add_gated(x, self.attention.look(normed, rope, memory, mask), gate)
+        normed, gate = self.mlp_norm(x, before_mlp)
+        return add_gated(x, self.mlp(normed), gate), memory
+
+
+class Expert(nn.Module):
+    """A stack of layers; the embedding table exists for an expert that reads words."""
+
+    def __init__(
+        self, size: GemmaSize, *, adaptive: bool = False, vocab_size: int | None = None
+    ) -> None:
+        super().__init__()
+        self.size = size
+        if vocab_size is not None:
+            self.embedding = nn.Embedding(vocab_size, size.width)
+            nn.init.normal_(self.embedding.weight, std=size.width**-0.5)
+        layers = nn.ModuleList(ExpertLayer(size, adaptive) for _ in range(size.depth))
+        self.layers: Sequence[ExpertLayer] = layers  # type: ignore[assignment]
+        self.norm = (AdaptiveRMSNorm if adaptive else RMSNorm)(size.width)
+
+    def embed(self, token_ids: Int[Tensor, "*b"], dtype: torch.dtype) -> Float[Tensor, "*b d"]:
+        return (self.embedding(token_ids).float() * self.size.width**0.5).to(dtype)
+
+    def modulate(self, condition: Float[Tensor, "b d"]) -> list[Modulation]:
+        """For every norm in order (two per layer, then the last), what the condition makes."""
+        norms = (n for layer in self.layers for n in (layer.attention_norm, layer.mlp_norm))
+        return [norm.modulate(condition) for norm in (*norms, self.norm)]

@@ -1,0 +1,156 @@
+"""Low-rank adapters beside frozen matrices, and the choice of which parameters to freeze.
+
+Knows linear maps and parameter names; knows nothing of experts, attention or training.
+
+An adapted linear map of weight W (out × in) holds two more parameters in g groups of equal output:
+
+    lora_a  (g, r, in)         lora_b  (g, out / g, r)
+    y[group] = W[group] x + alpha / r · lora_b[group] (lora_a[group] x)
+
+One group is the usual adapter. Query, key and value have one group per head, which holds the
+public JAX adapters exactly:
+
+    linear            groups    from the JAX tree, layer l
+    query             heads     a[n] = q_einsum/lora_a[l, n]ᵀ        b[n] = q_einsum/lora_b[l, n]ᵀ
+    key, value        kv heads  a[n] = kv_einsum/lora_a[l, 0|1, n]ᵀ  b[n] = …/lora_b[l, 0|1, n]ᵀ
+    output            1         a[0] = attn_vec_einsum/lora_a[l] as (heads · head_dim, r), then ᵀ
+                                b[0] = attn_vec_einsum/lora_b[l] summed over heads, then ᵀ
+    gate, up          1         a[0] = gating_einsum_lora_a[l, 0|1]ᵀ  b[0] = …_lora_b[l, 0|1]ᵀ
+    down              1         a[0] = linear_lora_a[l]ᵀ              b[0] = linear_lora_b[l]ᵀ
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from piston.models.precision import Linear
+from piston.models.variants import GemmaSize, LoRA
+
+Config = TypeVar("Config")
+
+
+class LoRALinear(Linear):
+    """A linear map whose low-rank correction is learned while its weight may stay frozen."""
+
+    def __init__(
+        self, in_features: int, out_features: int, lora: LoRA, groups: int = 1, bias: bool = False
+    ) -> None:
+        self.scale = lora.scale
+        super().__init__(in_features, out_features, bias=bias)
+        self.lora_a = nn.Parameter(torch.empty(groups, lora.rank, in_features))
+        self.lora_b = nn.Parameter(torch.empty(groups, out_features // groups, lora.rank))
+        nn.init.normal_(self.lora_a, std=in_features**-0.5)
+        nn.init.zeros_(self.lora_b)  # so that training starts from the base model
+
+    def forward(self, x: Float[Tensor, "*b i"]) -> Float[Tensor, "*b o"]:
+        a, b = self.lora_a.to(x.dtype), self.lora_b.to(x.dtype)
+        narrow = nn.functional.linear(x, a.flatten(0, 1)).unflatten(-1, a.shape[:2])
+        if len(a) == 1:
+            return super().forward(x) + self.scale * nn.functional.linear(narrow[..., 0, :], b[0])
+        correction = torch.einsum("...gr,gor->...go", narrow, b)
+        return super().forward(x) + self.scale * correction.flatten(-2)
+
+    @torch.no_grad()
+    def merged(self) -> Linear:
+        """A plain linear map that computes the same, sharing the (now changed) weight."""
+        correction = torch.matmul(self.lora_b.float(), self.lora_a.float()).flatten(0, 1)
+        self.weight.copy_(self.weight.float() + self.scale * correction)
+        plain = Linear(
+            self.in_features, self.out_features, bias=self.bias is not None, device="meta"
+        )
+        plain.weight, plain.bias = self.weight, self.bias
+        return plain
+
+
+def make_linear(
+    in_features: int, out_features: int, lora: LoRA | None = None, groups: int = 1
+) -> Linear:
+    """A linear map without bias, adapted if `lora` says how."""
+    if lora is None:
+        return Linear(in_features, out_features, bias=False)
+    return LoRALinear(in_features, out_features, lora, groups)
+
+
+def merge_adapters(model: nn.Module) -> None:
+    """Fold every adapter into its base weight, in place; afterwards the model has none.
+
+    The configuration that describes the result is `without_adapters(model.config)`.
+    """
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, LoRALinear):
+                setattr(parent, name, child.merged())
+
+
+def without_adapters(config: Config) -> Config:
+    """The same configuration with plain experts."""
+    changes = {}
+    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+        value = getattr(config, field.name)
+        if isinstance(value, GemmaSize) and value.lora is not None:
+            changes[field.name] = dataclasses.replace(value, lora=None)
+    return dataclasses.replace(config, **changes)  # type: ignore[type-var]
+
+
+def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The adapters alone, under their names in the whole model."""
+    return {name: value for name, value in model.state_dict().items() if is_adapter(name)}
+
+
+def load_adapter_state_dict(model: nn.Module, adapters: Mapping[str, Tensor]) -> None:
+    """Fill the adapters and leave every other parameter alone; the names must match exactly."""
+    expected = adapter_state_dict(model)
+    missing, extra = expected.keys() - adapters.keys(), adapters.keys() - expected.keys()
+    misshapen = [
+        f"{name}: found {tuple(adapters[name].shape)}, expected {tuple(value.shape)}"
+        for name, value in expected.items()
+        if name in adapters and adapters[name].shape != value.shape
+    ]
+    if missing or extra or misshapen:
+        raise ValueError(
+            f"Adapters do not fit this model. Missing: {sorted(missing)}; extra: {sorted(extra)}; "
+            f"wrong shape: {misshapen}. Load them into a model of the configuration they were "
+            "trained with."
+        )
+    with torch.no_grad():
+        for name, value in expected.items():
+            value.copy_(adapters[name])
+
+
+def is_adapter(name: str) -> bool:
+    return name.endswith((".lora_a", ".lora_b"))
+
+
+def matching_parameters(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
+    """Names that some pattern matches and no `!pattern` excepts: `("vlm.*", "!*lora*")`.
+
+    A pattern that matches no name at all is an error: it would silently do nothing.
+    """
+    names = list(names)
+    matched: set[str] = set()
+    excepted: set[str] = set()
+    for pattern in patterns:
+        found = fnmatch.filter(names, pattern.removeprefix("!"))
+        if not found:
+            raise ValueError(
+                f"Pattern {pattern!r} matches no parameter. Names look like: "
+                f"{', '.join(names[:: max(1, len(names) // 5)][:6])}."
+            )
+        (excepted if pattern.startswith("!") else matched).update(found)
+    return [name for name in names if name in matched - excepted]
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Stop training the parameters that the patterns match; returns their names."""
+    parameters = dict(model.named_parameters())
+    frozen = matching_parameters(parameters, patterns)
+    for name in frozen:
+        parameters[name].requires_grad_(False)
+    return frozen

@@ -1,0 +1,86 @@
+"""Who sees whom, and where each token stands.
+
+A token may "start a block". Token i sees token j when j's block is not after i's and both are
+valid. π0, with one token per group:
+
+              images prompt state actions
+    images       ■      ■     ·      ·      one block: images and prompt
+    prompt       ■      ■     ·      ·
+    state        ■      ■     ■      ·      the state starts a block
+    actions      ■      ■     ■      ■      the first action starts another
+
+Knows validity and blocks; knows nothing of what the tokens hold.
+
+Dims: b batch, t tokens, p prefix tokens, s suffix tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+
+def block_mask(
+    valid: Bool[Tensor, "b t"], starts_block: Bool[Tensor, "#b t"] | Int[Tensor, "#b t"]
+) -> Bool[Tensor, "b t t"]:
+    """mask[b, i, j]: token i sees token j."""
+    block = starts_block.long().cumsum(-1)
+    earlier = block[:, None, :] <= block[:, :, None]
+    return earlier & valid[:, None, :] & valid[:, :, None]
+
+
+def positions(valid: Bool[Tensor, "b t"]) -> Int[Tensor, "b t"]:
+    """The number of valid tokens before each token; meaningless where it is not valid."""
+    return valid.long().cumsum(-1) - 1
+
+
+def left_aligned(lengths: Int[Tensor, " b"], size: int) -> Bool[Tensor, "b t"]:
+    """True for the first `lengths[b]` of `size` tokens."""
+    return torch.arange(size, device=lengths.device) < lengths[:, None]
+
+
+def padding_mask(lengths: Int[Tensor, " b"] | None, size: int) -> Bool[Tensor, "b 1 t"] | None:
+    """Keys that a left-aligned row of one block sees. Without lengths every row is full: None.
+
+    A row without any token sees its first padding, so that its unused result is finite.
+    """
+    return None if lengths is None else left_aligned(lengths.clamp(min=1), size)[:, None]
+
+
+def suffix_mask(
+    lengths: Int[Tensor, " b"] | None,
+    prefix_size: int,
+    starts_block: Bool[Tensor, " s"],
+) -> Bool[Tensor, "#b s t"]:
+    """What suffix tokens see of a left-aligned prefix and of themselves.
+
+    Without lengths every prefix is full and one mask serves all rows.
+    """
+    if lengths is None:
+        lengths = torch.full((1,), prefix_size, device=starts_block.device)
+    prefix = left_aligned(lengths, prefix_size)
+    valid = torch.cat((prefix, prefix.new_ones(len(prefix), len(starts_block))), dim=1)
+    starts = torch.cat((starts_block.new_zeros(prefix_size), starts_block))
+    return block_mask(valid, starts[None])[:, prefix_size:]
+
+
+def draw(groups: Sequence[tuple[str, bool]], causal: Sequence[str] = ()) -> str:
+    """The block mask as text, one row and column per group of tokens: (name, starts a block).
+
+    ■ sees, · does not see, ◣ sees itself and what came before it within a causal group.
+    """
+    valid = torch.ones(1, len(groups), dtype=torch.bool)
+    mask = block_mask(valid, torch.tensor([[starts for _, starts in groups]]))[0].tolist()
+    names = [name for name, _ in groups]
+    margin = max(map(len, names))
+    lines = [" ".join((" " * margin, *names))]
+    for i, row in enumerate(names):
+        cells = [
+            ("◣" if i == j and row in causal else "■" if mask[i][j] else "·").center(len(name))
+            for j, name in enumerate(names)
+        ]
+        lines.append(" ".join((row.ljust(margin), *cells)).rstrip())
+    return "\n".join(lines)

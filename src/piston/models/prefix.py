@@ -1,0 +1,130 @@
+"""The prefix: images and prompt become one row of tokens per sample, without anything absent.
+
+A padded row holds every camera slot and the whole prompt; a packed row holds the valid tokens,
+moved to the left. Only packed tokens enter the network:
+
+    padded   [ base ][ absent ][ wrist ][ prompt ····· ]     packed   [ base ][ wrist ][ prompt ]
+    padded   [ base ][ absent ][ absent ][ prompt ···· ]              [ base ][ prompt ] ········
+
+Knows which tokens are there; who sees whom is `masks`' matter, and what follows is the model's.
+
+Dims: b batch, c cameras, i images present, t tokens per image, l padded length, s packed length,
+d width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from piston.models.gemma import Expert
+from piston.models.siglip import VisionTower
+from piston.observation import Image, Observation
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """Where each token of the padded rows went in the packed ones."""
+
+    valid: Bool[Tensor, "b l"]
+    # The padded position of each packed token; padding points at some token that is not valid.
+    source: Int[Tensor, "b s"]
+    # Tokens in each packed row; None when all rows are full, and nothing needs a mask.
+    lengths: Int[Tensor, " b"] | None
+
+    @classmethod
+    def of(cls, valid: Bool[Tensor, "b l"]) -> Packing:
+        lengths = valid.sum(1)
+        shortest, longest = torch.stack((lengths.min(), lengths.max())).tolist()
+        if longest == 0:
+            raise ValueError(
+                "The observation has no camera and no prompt in any sample: every image mask and "
+                "every prompt mask is False. Give at least one."
+            )
+        order = valid.byte().argsort(dim=1, descending=True, stable=True)
+        source = order[:, :longest]
+        return cls(valid, source, None if shortest == longest else lengths)
+
+    @property
+    def size(self) -> int:
+        """Tokens in the longest packed row."""
+        return self.source.shape[1]
+
+    def pack(self, padded: Tensor) -> Tensor:
+        """(b, l) → (b, s)"""
+        return padded.gather(1, self.source)
+
+    def unpack(self, packed: Float[Tensor, "b s d"]) -> Float[Tensor, "b l d"]:
+        """Back to padded rows, with zeros where no token is valid."""
+        padded = packed.new_zeros(*self.valid.shape, packed.shape[-1])
+        padded[self.valid] = packed[self.pack(self.valid)]
+        return padded
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefix:
+    tokens: Float[Tensor, "b s d"]
+    packing: Packing
+
+
+def embed_prefix(
+    observation: Observation,
+    cameras: Sequence[str],
+    vision: VisionTower,
+    vlm: Expert,
+    dtype: torch.dtype,
+    gradient_checkpointing: bool = False,
+) -> Prefix:
+    present, images = present_images(observation, cameras)
+    prompt, prompt_mask = prompt_of(observation)
+    valid = torch.cat((present.repeat_interleave(vision.num_tokens, 1), prompt_mask), dim=1)
+    packing = Packing.of(valid)
+
+    tokens = [vlm.embed(prompt[prompt_mask], dtype)]
+    if len(images):
+        tokens.insert(0, vision(images, dtype, gradient_checkpointing).flatten(0, 1))
+    num_images = valid.shape[1] - prompt.shape[1]
+    index = _index_of_valid(valid, num_images)
+    return Prefix(torch.cat(tokens)[packing.pack(index)], packing)
+
+
+def _index_of_valid(valid: Bool[Tensor, "b l"], num_images: int) -> Int[Tensor, "b l"]:
+    """Each valid token's place in the list of all valid image tokens, then all valid words."""
+    images, words = valid[:, :num_images], valid[:, num_images:]
+    order = torch.cat((images.flatten(), words.flatten())).long().cumsum(0) - 1
+    image_order, word_order = order.split((images.numel(), words.numel()))
+    index = torch.cat((image_order.view(images.shape), word_order.view(words.shape)), dim=1)
+    return index.where(valid, 0)
+
+
+def present_images(
+    observation: Observation, cameras: Sequence[str]
+) -> tuple[Bool[Tensor, "b c"], Image]:
+    """Which sample has which camera, and the images that are there, sample by sample."""
+    if set(observation.images) != set(cameras):
+        raise ValueError(
+            f"The model has the cameras {list(cameras)}; the observation has "
+            f"{sorted(observation.images)}. Give every slot an image, with mask False if absent."
+        )
+    present = torch.stack([observation.image_masks[camera] for camera in cameras], dim=1)
+    images = torch.stack([observation.images[camera] for camera in cameras], dim=1)
+    return present, images[present]
+
+
+def prompt_of(
+    observation: Observation,
+) -> tuple[Int[Tensor, "b l"], Bool[Tensor, "b l"]]:
+    """Token ids and which are valid; of length zero without a prompt."""
+    prompt, mask = observation.tokenized_prompt, observation.tokenized_prompt_mask
+    if prompt is None:
+        prompt = torch.zeros(
+            (observation.batch_size, 0), dtype=torch.long, device=observation.device
+        )
+        return prompt, prompt.bool()
+    if mask is None:
+        raise ValueError("The observation has a tokenized_prompt but no tokenized_prompt_mask.")
+    return prompt, mask

@@ -1,0 +1,97 @@
+"""The vision tower: a ViT that turns each image into patch tokens of the VLM's width.
+
+Knows pixels; knows nothing of cameras, prompts or which image belongs to whom.
+
+Dims: n images, t patches, d vision width, w VLM width.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from piston.models.precision import Linear, attention
+from piston.models.variants import VisionSize
+from piston.observation import Image
+
+
+def to_unit_range(image: Image) -> Float[Tensor, "n h w c"]:
+    """Bytes become float32 in [−1, 1]; a float image is there already."""
+    return image.float() if image.is_floating_point() else image.float() / 127.5 - 1.0
+
+
+class LayerNorm(nn.LayerNorm):
+    """Normalises in float32 and gives back its input's precision."""
+
+    def forward(self, x: Float[Tensor, "n t d"]) -> Float[Tensor, "n t d"]:
+        return super().forward(x.float()).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, size: VisionSize) -> None:
+        super().__init__()
+        self.num_heads = size.num_heads
+        self.query = Linear(size.width, size.width)
+        self.key = Linear(size.width, size.width)
+        self.value = Linear(size.width, size.width)
+        self.output = Linear(size.width, size.width)
+
+    def forward(self, x: Float[Tensor, "n t d"]) -> Float[Tensor, "n t d"]:
+        query, key, value = (
+            linear(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for linear in (self.query, self.key, self.value)
+        )
+        return self.output(attention(query, key, value).transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, size: VisionSize) -> None:
+        super().__init__()
+        self.up = Linear(size.width, size.mlp_dim)
+        self.down = Linear(size.mlp_dim, size.width)
+
+    def forward(self, x: Float[Tensor, "n t d"]) -> Float[Tensor, "n t d"]:
+        return self.down(nn.functional.gelu(self.up(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    def __init__(self, size: VisionSize) -> None:
+        super().__init__()
+        self.attention_norm = LayerNorm(size.width, eps=1e-6)
+        self.attention = Attention(size)
+        self.mlp_norm = LayerNorm(size.width, eps=1e-6)
+        self.mlp = MLP(size)
+
+    def forward(self, x: Float[Tensor, "n t d"]) -> Float[Tensor, "n t d"]:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class VisionTower(nn.Module):
+    def __init__(self, size: VisionSize, image_size: int, out_width: int) -> None:
+        super().__init__()
+        self.image_size = image_size
+        self.num_tokens = (image_size // size.patch) ** 2
+        self.patch_embedding = nn.Conv2d(3, size.width, size.patch, stride=size.patch)
+        self.position_embedding = nn.Parameter(torch.empty(self.num_tokens, size.width))
+        nn.init.normal_(self.position_embedding, std=size.width**-0.5)
+        self.blocks = nn.ModuleList(Block(size) for _ in range(size.depth))
+        self.norm = LayerNorm(size.width, eps=1e-6)
+        self.head = Linear(size.width, out_width)
+
+    def forward(
+        self, images: Image, dtype: torch.dtype, gradient_checkpointing: bool = False
+    ) -> Float[Tensor, "n t w"]:
+        """Patch tokens, computed in `dtype` after the float32 patch and position embeddings."""
+        if images.shape[1:] != (self.image_size, self.image_size, 3):
+            raise ValueError(
+                f"The vision tower reads images of {self.image_size} × {self.image_size} × 3, "
+                f"found {' × '.join(map(str, images.shape[1:]))}. Resize them before."
+            )
+        patches = self.patch_embedding(to_unit_range(images).movedim(-1, 1))
+        x = (patches.flatten(2).transpose(1, 2) + self.position_embedding).to(dtype)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if gradient_checkpointing else block(x)
+        return self.head(self.norm(x))

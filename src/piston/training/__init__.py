@@ -1,0 +1,1 @@
+"""Training: the loop, its step, its checkpoints. Never imports inference."""

@@ -1,0 +1,52 @@
+"""AdamW over what may train, gradients clipped to a global norm.
+
+Knows parameters and gradients; what the learning rate is comes from `piston.optimization`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from piston.models.lora import freeze
+from piston.optimization import AdamW
+
+
+def trainable(model: nn.Module, frozen: Sequence[str]) -> dict[str, nn.Parameter]:
+    """Freeze what the patterns match; the parameters that train, by name."""
+    freeze(model, frozen)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trained:
+        raise ValueError(
+            f"Nothing is left to train: --freeze {' '.join(frozen)} matches every parameter. "
+            'Make an exception with "!", as in "!*lora*".'
+        )
+    return trained
+
+
+def make_optimizer(parameters: Iterable[nn.Parameter], config: AdamW) -> torch.optim.AdamW:
+    """The learning rate is set before every step, so none is given here."""
+    return torch.optim.AdamW(
+        parameters,
+        lr=0.0,
+        betas=(config.b1, config.b2),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+    )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Float[Tensor, ""]:
+    """Scale all gradients down together to the norm; the norm they had before."""
+    with_gradient = [p for p in parameters if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(p.grad for p in with_gradient if p.grad is not None)
+    torch.nn.utils.clip_grads_with_norm_(with_gradient, max_norm, norm)
+    # Under FSDP the norm is spread over the processes until it is asked for whole.
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm

@@ -1,0 +1,209 @@
+"""Model cases: a folder with tiny weights (Orbax, and often safetensors), inputs and outputs.
+
+Every quantity is checked once per source of weights. Where the case holds training steps, they run
+through the trainer's own optimizer and mean of weights.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from piston import weights
+from piston.models import masks
+from piston.models.autoregressive import Pi0FAST
+from piston.models.configs import ModelConfig, Pi0Config, Pi0FASTConfig
+from piston.models.flow import Pi0
+from piston.models.variants import GemmaSize, LoRA, VisionSize
+from piston.observation import Observation
+from piston.optimization import AdamW, CosineDecaySchedule
+from piston.training.ema import EMA
+from piston.training.optimizer import clip_gradients, make_optimizer, set_learning_rate
+from piston.verification.quantity import Quantity, close, equal
+from piston.weights import jax_names
+
+_ABSOLUTE, _RELATIVE, _GRADIENT = 1e-4, 1e-4, 1e-3
+_SOURCES = {"orbax": "params", "safetensors": "model.safetensors"}
+_Arrays = Mapping[str, np.ndarray]
+
+
+def matches(path: Path) -> bool:
+    return (path / "case.npz").is_file() and (path / "config.json").is_file()
+
+
+def replay(path: Path) -> Iterator[Quantity]:
+    facts = json.loads((path / "config.json").read_text())
+    arrays = dict(np.load(path / "case.npz"))
+    config = model_config(facts)
+    for source, name in _SOURCES.items():
+        if not (path / name).exists():
+            continue
+        for quantity in _replay_source(path, path / name, config, facts, arrays):
+            yield Quantity(
+                f"{source} {quantity.name}", quantity.error, quantity.tolerance, quantity.note
+            )
+
+
+def model_config(facts: Mapping[str, Any]) -> ModelConfig:
+    """The case's sizes in our words, computed in float32."""
+    lora = facts.get("lora") or {}
+
+    def expert(name: str) -> GemmaSize:
+        return GemmaSize(**facts[name], lora=LoRA(**lora[name]) if name in lora else None)
+
+    shared: dict[str, Any] = {
+        "action_dim": facts["action_dim"],
+        "action_horizon": facts["action_horizon"],
+        "max_token_len": facts["max_token_len"],
+        "dtype": "float32",
+        "vision": VisionSize(**facts["vision"]),
+        "vlm": expert("vlm"),
+        "vocab_size": facts["vocab_size"],
+        "image_size": facts["image_size"],
+        "cameras": tuple(facts["image_keys"]),
+    }
+    if facts["model"] == "pi0_fast":
+        return Pi0FASTConfig(**shared, max_decoding_steps=facts["max_decoding_steps"])
+    return Pi0Config(**shared, action_expert=expert("expert"), pi05=facts["model"] == "pi05")
+
+
+def _replay_source(
+    case: Path, tensors: Path, config: ModelConfig, facts: Mapping[str, Any], arrays: _Arrays
+) -> Iterator[Quantity]:
+    def load() -> Pi0 | Pi0FAST:
+        return weights.load_model(tensors, config, dtype=torch.float32)
+
+    model = load()
+    if isinstance(model, Pi0FAST):
+        yield from _autoregressive(model, arrays)
+        return
+    yield from _flow(model, facts["num_steps"], arrays)
+    if (case / "training.json").is_file():
+        steps = json.loads((case / "training.json").read_text())
+        trained = load()
+        assert isinstance(trained, Pi0)
+        yield from _training(trained, steps, arrays)
+
+
+def _observation(arrays: _Arrays, prompt: str = "in") -> Observation:
+    batch: dict[str, Any] = {"image": {}, "image_mask": {}}
+    for name, value in arrays.items():
+        match name.split("/"):
+            case ["in", "image" | "image_mask" as part, camera]:
+                batch[part][camera] = value
+            case ["in", "state"]:
+                batch["state"] = value
+            case [place, key] if place == prompt and key.startswith("token"):
+                batch[key] = value
+    return Observation.from_dict(batch)
+
+
+def _autoregressive(model: Pi0FAST, arrays: _Arrays) -> Iterator[Quantity]:
+    with torch.no_grad():
+        loss = model.loss(_observation(arrays))
+    yield close("loss", loss, arrays["out/loss"], _RELATIVE, relative=True)
+    expected = arrays["out/greedy_tokens"].astype(np.int64)
+    tokens = np.zeros_like(expected)
+    written = model.generate_tokens(_observation(arrays, "decode_in"), expected.shape[1]).numpy()
+    tokens[:, : written.shape[1]] = written
+    yield equal("greedy tokens", tokens, expected)
+
+
+@torch.no_grad()
+def _flow(model: Pi0, num_steps: int, arrays: _Arrays) -> Iterator[Quantity]:
+    observation = _observation(arrays)
+    actions, noise, time = (
+        torch.from_numpy(arrays[f"in/{n}"]) for n in ("actions", "noise", "time")
+    )
+    yield from _layout(model, observation, arrays)
+    cache = model.prefill(observation)
+    t = time[:, None, None]
+    noisy = t * noise + (1 - t) * actions
+    results = {
+        "suffix_out": model.suffix_output(noisy, time, cache),
+        "velocity": model.velocity(noisy, time, cache),
+        "sampled_actions": model.sample_actions(observation, noise, num_steps),
+    }
+    for name, result in results.items():
+        yield close(name, result, arrays[f"out/{name}"], _ABSOLUTE)
+    loss = model.loss(observation, actions, noise, time)
+    yield close("loss", loss, arrays["out/loss"], _RELATIVE, relative=True)
+
+
+def _layout(model: Pi0, observation: Observation, arrays: _Arrays) -> Iterator[Quantity]:
+    """The prefix as if nothing had been left out, compared where a token is valid."""
+    prefix = model.embed_prefix(observation)
+    valid = prefix.packing.valid
+    suffix = model.suffix.starts_block(observation.device)
+    starts = torch.cat((torch.zeros(valid.shape[1], dtype=torch.bool), suffix))
+    everything = torch.cat((valid, valid.new_ones(len(valid), len(suffix))), dim=1)
+    yield equal("attn_mask", masks.block_mask(everything, starts[None]), arrays["out/attn_mask"])
+    yield equal("positions", masks.positions(everything), arrays["out/positions"])
+    seen = valid.numpy()
+    tokens = prefix.packing.unpack(prefix.tokens).numpy()
+    yield close("prefix_tokens", tokens[seen], arrays["out/prefix_tokens"][seen], _ABSOLUTE)
+    output = model.prefix_output(observation).numpy()
+    yield close("prefix_out", output[seen], arrays["out/prefix_out"][seen], _ABSOLUTE)
+
+
+def _training(model: Pi0, steps: Mapping[str, Any], arrays: _Arrays) -> Iterator[Quantity]:
+    observation = _observation(arrays)
+    batch = [torch.from_numpy(arrays[f"in/{n}"]) for n in ("actions", "noise", "time")]
+    schedule = CosineDecaySchedule(**steps["schedule"])
+    settings = AdamW(**steps["optimizer"])
+    parameters = dict(model.named_parameters())
+    optimizer = make_optimizer(parameters.values(), settings)
+    ema = EMA(parameters, steps["ema_decay"])
+    losses, norms = [], []
+    for step in range(len(steps["losses_before_each_step"])):
+        optimizer.zero_grad()
+        loss = model.loss(observation, *batch).mean()
+        loss.backward()
+        if step == 0:
+            yield from _gradients(model, steps["grad_l2"])
+        losses.append(loss.item())
+        norms.append(clip_gradients(parameters.values(), settings.clip_gradient_norm).item())
+        set_learning_rate(optimizer, schedule(step))
+        optimizer.step()
+        ema.update()
+    yield close("losses", losses, steps["losses_before_each_step"], _RELATIVE, relative=True)
+    yield close("gradient norms", norms, steps["grad_norms"], _GRADIENT, relative=True)
+    with torch.no_grad():
+        after = model.loss(observation, *batch).mean().item()
+        with ema.applied():
+            of_mean = model.loss(observation, *batch).mean().item()
+    yield close("loss after", after, steps[f"loss_after_{len(losses)}_steps"], _RELATIVE, True)
+    expected = steps[f"ema_loss_after_{len(losses)}_steps"]
+    yield close("loss of the mean", of_mean, expected, _RELATIVE, relative=True)
+
+
+def _gradients(model: Pi0, expected: Mapping[str, float]) -> Iterator[Quantity]:
+    """L2 per array of the JAX tree, which stacks layers and joins key with value, gate with up."""
+    squares = {
+        name: 0.0 if p.grad is None else p.grad.double().square().sum().item()
+        for name, p in model.named_parameters()
+    }
+    # As `allclose`: a gradient that is zero but for rounding (a key's bias, which the softmax does
+    # not see) has no relative error worth the name.
+    rounding = float(np.finfo(np.float32).eps) * max(expected.values())
+    errors = {}
+    for path, norm in expected.items():
+        parts = [part.name.split("*") for part in jax_names.TABLE[path].parts]
+        mine = math.sqrt(
+            sum(
+                square
+                for name, square in squares.items()
+                if any(name.startswith(p[0]) and name.endswith(p[-1]) for p in parts)
+            )
+        )
+        errors[path] = abs(mine - norm) / (norm + rounding / _GRADIENT)
+    worst = max(errors, key=lambda path: errors[path])
+    yield Quantity(
+        f"{len(errors)} gradients", errors[worst], _GRADIENT, f"relative; worst: {worst}"
+    )

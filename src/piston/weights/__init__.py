@@ -1,0 +1,21 @@
+"""Checkpoints: reading ours, openpi's (JAX and PyTorch) and LeRobot's; writing ours."""
+
+from piston.weights.building import build_model, build_on_meta, expected_shapes
+from piston.weights.checkpoint import Checkpoint, open_checkpoint
+from piston.weights.errors import CheckpointError, MismatchError
+from piston.weights.loading import load_into, load_model
+from piston.weights.saving import convert, save_model
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "MismatchError",
+    "build_model",
+    "build_on_meta",
+    "convert",
+    "expected_shapes",
+    "load_into",
+    "load_model",
+    "open_checkpoint",
+    "save_model",
+]

@@ -1,0 +1,177 @@
+"""The names of openpi's PyTorch models and of LeRobot's, and ours.
+
+Both build on Hugging Face's PaliGemma and Gemma, whose layouts are ours: only names differ.
+LeRobot's carry `model.` in front, older LeRobot files the module tree of older libraries.
+In the tables `*` stands for the layer's number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+
+from piston.weights.errors import CheckpointError
+
+_LEAVES = ("weight", "bias")
+_VISION_TREE = "paligemma_with_expert.paligemma.model.vision_tower.vision_model."
+_VLM_TREE = "paligemma_with_expert.paligemma.model.language_model."
+_EXPERT_TREE = "paligemma_with_expert.gemma_expert.model."
+
+EMBEDDING = f"{_VLM_TREE}embed_tokens.weight"
+OUTPUT_HEAD = "paligemma_with_expert.paligemma.lm_head.weight"
+
+_VISION = {
+    "embeddings.patch_embedding": "patch_embedding",
+    "encoder.layers.*.layer_norm1": "blocks.*.attention_norm",
+    "encoder.layers.*.layer_norm2": "blocks.*.mlp_norm",
+    "encoder.layers.*.self_attn.q_proj": "blocks.*.attention.query",
+    "encoder.layers.*.self_attn.k_proj": "blocks.*.attention.key",
+    "encoder.layers.*.self_attn.v_proj": "blocks.*.attention.value",
+    "encoder.layers.*.self_attn.out_proj": "blocks.*.attention.output",
+    "encoder.layers.*.mlp.fc1": "blocks.*.mlp.up",
+    "encoder.layers.*.mlp.fc2": "blocks.*.mlp.down",
+    "post_layernorm": "norm",
+}
+_GEMMA = {
+    "layers.*.self_attn.q_proj.weight": "layers.*.attention.query.weight",
+    "layers.*.self_attn.k_proj.weight": "layers.*.attention.key.weight",
+    "layers.*.self_attn.v_proj.weight": "layers.*.attention.value.weight",
+    "layers.*.self_attn.o_proj.weight": "layers.*.attention.output.weight",
+    "layers.*.mlp.gate_proj.weight": "layers.*.mlp.gate.weight",
+    "layers.*.mlp.up_proj.weight": "layers.*.mlp.up.weight",
+    "layers.*.mlp.down_proj.weight": "layers.*.mlp.down.weight",
+    "layers.*.input_layernorm.weight": "layers.*.attention_norm.scale",
+    "layers.*.post_attention_layernorm.weight": "layers.*.mlp_norm.scale",
+    "norm.weight": "norm.scale",
+}
+_ADAPTIVE = {
+    "layers.*.input_layernorm.dense": "layers.*.attention_norm.modulation",
+    "layers.*.post_attention_layernorm.dense": "layers.*.mlp_norm.modulation",
+    "norm.dense": "norm.modulation",
+}
+_SUFFIX = {
+    "state_proj": "state",
+    "action_in_proj": "action_in",
+    "action_out_proj": "action_out",
+    "action_time_mlp_in": "time_action_in",
+    "action_time_mlp_out": "time_action_out",
+    "time_mlp_in": "time_in",
+    "time_mlp_out": "time_out",
+}
+
+
+def _with_leaves(table: Mapping[str, str], theirs: str, ours: str) -> dict[str, str]:
+    """Rows of whole layers, spelled out for their weight and bias."""
+    return {
+        f"{theirs}{their}.{leaf}": f"{ours}{our}.{leaf}"
+        for their, our in table.items()
+        for leaf in _LEAVES
+    }
+
+
+TABLE: dict[str, str] = {
+    **_with_leaves(_VISION, _VISION_TREE, "vision."),
+    f"{_VISION_TREE}embeddings.position_embedding.weight": "vision.position_embedding",
+    **_with_leaves(
+        {"paligemma_with_expert.paligemma.model.multi_modal_projector.linear": "vision.head"},
+        "",
+        "",
+    ),
+    EMBEDDING: "vlm.embedding.weight",
+    **{f"{_VLM_TREE}{theirs}": f"vlm.{ours}" for theirs, ours in _GEMMA.items()},
+    **{f"{_EXPERT_TREE}{theirs}": f"action_expert.{ours}" for theirs, ours in _GEMMA.items()},
+    **_with_leaves(_ADAPTIVE, _EXPERT_TREE, "action_expert."),
+    **_with_leaves(_SUFFIX, "", "suffix."),
+}
+
+_NO_VOCABULARY = "the action expert reads and writes no words, so this is never used"
+_STATISTICS = "statistics of a data set, not of the model: they belong in norm_stats.json"
+_TIED = "the output head is the embedding table itself, which is kept once"
+_DROPPED = {
+    "paligemma_with_expert.gemma_expert.lm_head.weight": _NO_VOCABULARY,
+    f"{_EXPERT_TREE}embed_tokens.weight": _NO_VOCABULARY,
+}
+_STATISTICS_TREES = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
+
+# The module tree before `transformers` 4.52, which older LeRobot files still have.
+_OLDER_TREE = {
+    "paligemma_with_expert.paligemma.language_model.model.": _VLM_TREE,
+    "paligemma_with_expert.paligemma.language_model.lm_head.": (
+        "paligemma_with_expert.paligemma.lm_head."
+    ),
+    "paligemma_with_expert.paligemma.vision_tower.": (
+        "paligemma_with_expert.paligemma.model.vision_tower."
+    ),
+    "paligemma_with_expert.paligemma.multi_modal_projector.": (
+        "paligemma_with_expert.paligemma.model.multi_modal_projector."
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Translation:
+    """Foreign names sorted into used, deliberately dropped, and unknown."""
+
+    format: str
+    used: dict[str, str]  # our name → foreign name
+    dropped: dict[str, str]  # foreign name → reason
+    unknown: list[str]
+    # The foreign name of a stored output head that ought to equal the embedding table.
+    output_head: str | None
+
+
+def translate(names: Iterable[str]) -> Translation:
+    """Every foreign name lands in exactly one place."""
+    names = sorted(names)
+    plain = {name: _plain(name) for name in names}
+    has_embedding = EMBEDDING in plain.values()
+    used: dict[str, str] = {}
+    dropped: dict[str, str] = {}
+    unknown: list[str] = []
+    output_head = None
+    for name in names:
+        if plain[name] == OUTPUT_HEAD and has_embedding:
+            dropped[name], output_head = _TIED, name
+        elif reason := _reason_to_drop(plain[name]):
+            dropped[name] = reason
+        elif ours := _our_name(plain[name]):
+            if ours in used:
+                raise CheckpointError(
+                    f"{used[ours]} and {name} both are {ours}. Remove one of them from the file."
+                )
+            used[ours] = name
+        else:
+            unknown.append(name)
+    prefixed = any(name.startswith("model.") for name in names)
+    return Translation(
+        "lerobot" if prefixed else "openpi-pytorch", used, dropped, unknown, output_head
+    )
+
+
+def is_pytorch_name(name: str) -> bool:
+    return _plain(name).startswith("paligemma_with_expert.")
+
+
+def _plain(name: str) -> str:
+    """Without LeRobot's prefix, in today's module tree."""
+    name = name.removeprefix("model.")
+    for old, new in _OLDER_TREE.items():
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
+
+
+def _reason_to_drop(name: str) -> str | None:
+    return _STATISTICS if name.startswith(_STATISTICS_TREES) else _DROPPED.get(name)
+
+
+def _our_name(name: str) -> str | None:
+    if name == OUTPUT_HEAD:  # tied, and stored under this name only
+        name = EMBEDDING
+    numbered = re.fullmatch(r"(.*\.layers\.)(\d+)(\..*)", name)
+    if numbered is None:
+        return TABLE.get(name)
+    before, number, after = numbered.groups()
+    template = TABLE.get(f"{before}*{after}")
+    return None if template is None else template.replace("*", number)

@@ -1,0 +1,184 @@
+"""A policy: robot's keys in, robot's actions out; one by one, in batches, and from its folder."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+import piston
+from piston import presets, weights
+from piston.inference.loading import TRAIN_SECTION, random_policy
+from piston.inference.policy import Policy
+from piston.inference.quantization import quantize_for_inference
+from piston.robots.aloha import make_aloha_example
+from piston.robots.droid import make_droid_example
+from piston.robots.libero import make_libero_example
+from piston.robots.ur5 import make_ur5_example
+from piston.serialization import to_json
+from piston.transforms.normalize import NormStats, write_norm_stats
+
+ROBOTS = {
+    "pi0_aloha_sim": (make_aloha_example, 14),
+    "pi05_droid": (make_droid_example, 8),
+    "pi05_libero": (make_libero_example, 7),
+    "pi0_ur5": (make_ur5_example, 7),
+}
+
+
+@pytest.fixture(scope="module")
+def aloha():
+    torch.manual_seed(0)
+    return random_policy("pi0_aloha_sim")
+
+
+@pytest.mark.parametrize("preset", ROBOTS)
+def test_every_robot_gets_its_own_actions(preset):
+    make_example, dim = ROBOTS[preset]
+    torch.manual_seed(0)
+    result = random_policy(preset).infer(make_example())
+    assert result["actions"].shape == (presets.get(preset).model.action_horizon, dim)
+    assert np.isfinite(result["actions"]).all()
+    assert result["policy_timing"]["infer_ms"] > 0
+
+
+def test_the_same_seed_or_noise_gives_the_same_actions(aloha):
+    example = make_aloha_example()
+    first = aloha.infer(example, seed=3)["actions"]
+    assert np.array_equal(first, aloha.infer(example, seed=3)["actions"])
+    assert not np.allclose(first, aloha.infer(example, seed=4)["actions"])
+    assert not np.allclose(aloha.infer(example)["actions"], aloha.infer(example)["actions"])
+    noise = np.random.default_rng(0).standard_normal((50, 32), np.float32)
+    once, twice = (aloha.infer(example, noise=noise)["actions"] for _ in range(2))
+    assert np.array_equal(once, twice)
+
+
+def test_noise_of_another_shape_is_refused(aloha):
+    with pytest.raises(ValueError, match=r"noise has shape \(50, 14\); expected \(50, 32\)"):
+        aloha.infer(make_aloha_example(), noise=np.zeros((50, 14)))
+
+
+def _mixed_requests():
+    """Different cameras, prompts and noise in one batch, as from different robots."""
+    requests = []
+    for index, prompt in enumerate(["pick", "pour the water into the cup", "x"]):
+        example = make_aloha_example()
+        if index == 1:
+            del example["images"]["cam_left_wrist"]
+        requests.append({**example, "prompt": prompt, "seed": index})
+    return requests
+
+
+def test_a_batch_equals_one_by_one(aloha):
+    requests = _mixed_requests()
+    together = aloha.infer_batch(requests)
+    for request, result in zip(requests, together, strict=True):
+        np.testing.assert_allclose(result["actions"], aloha.infer(request)["actions"], atol=1e-5)
+
+
+def _rtc(chunk, delay=5):
+    return {"previous_chunk": chunk[20:], "delay": delay, "execute_horizon": 20}
+
+
+@pytest.fixture(scope="module")
+def delta_policy():
+    """Delta actions: the old chunk has to be re-based to the new state."""
+    torch.manual_seed(0)
+    preset = presets.get("pi0_aloha_sim")
+    data = dataclasses.replace(preset.data, use_delta_joint_actions=True)
+    return random_policy(dataclasses.replace(preset, data=data))
+
+
+def test_real_time_chunking_continues_the_old_chunk(delta_policy):
+    example = make_aloha_example()
+    old = delta_policy.infer(example, seed=0)["actions"]
+    moved = {**example, "state": example["state"] + 0.3}
+    plain = delta_policy.infer(moved, seed=1)["actions"]
+    guided = delta_policy.infer({**moved, "rtc": _rtc(old)}, seed=1)["actions"]
+    joints = [i for i in range(14) if i not in (6, 13)]
+
+    def distance(chunk):
+        return np.abs(chunk[:5, joints] - old[20:25, joints]).mean()
+
+    assert distance(guided) < 0.3 * distance(plain)
+
+
+def test_guided_and_plain_requests_share_a_batch(aloha):
+    example = make_aloha_example()
+    old = aloha.infer(example, seed=0)["actions"]
+    requests = [
+        {**example, "seed": 1},
+        {**example, "seed": 2, "rtc": _rtc(old)},
+        {**example, "seed": 3, "rtc": _rtc(old, delay=9)},
+    ]
+    together = aloha.infer_batch(requests)
+    for request, result in zip(requests, together, strict=True):
+        np.testing.assert_allclose(result["actions"], aloha.infer(request)["actions"], atol=1e-5)
+
+
+def test_an_old_chunk_of_the_wrong_shape_is_refused(aloha):
+    rtc = {"previous_chunk": np.zeros((51, 14)), "delay": 0, "execute_horizon": 10}
+    with pytest.raises(ValueError, match="1 to 50 steps"):
+        aloha.infer({**make_aloha_example(), "rtc": rtc})
+
+
+@pytest.fixture
+def checkpoint(tmp_path, aloha):
+    """A folder as the trainer writes it."""
+    preset = presets.get("pi0_aloha_sim")
+    config = dataclasses.replace(
+        preset, model=aloha.model.config, exp_name="x", policy_metadata={"reset_pose": [0, 1]}
+    )
+    folder = tmp_path / "9"
+    sections = {TRAIN_SECTION: to_json(config)}
+    weights.save_model(aloha.model, aloha.model.config, folder, sections=sections)
+    stats = NormStats(np.full(14, 0.5), np.full(14, 2.0), np.zeros(14), np.ones(14))
+    asset = folder / "assets" / "lerobot/aloha_sim_transfer_cube_human"
+    write_norm_stats(asset, {"state": stats, "actions": stats})
+    return folder
+
+
+def test_a_folder_is_all_that_is_needed(checkpoint, aloha):
+    policy = piston.load_policy(checkpoint)
+    assert isinstance(policy, Policy)
+    assert policy.metadata == {"reset_pose": [0, 1]}
+    example = make_aloha_example()
+    unnormalized = policy.infer(example, seed=0)["actions"]
+    assert not np.allclose(unnormalized, aloha.infer(example, seed=0)["actions"])
+    assert np.array_equal(
+        unnormalized, piston.load_policy(checkpoint).infer(example, seed=0)["actions"]
+    )
+
+
+def test_missing_statistics_are_an_error(checkpoint, monkeypatch, tmp_path):
+    (checkpoint / "assets/lerobot/aloha_sim_transfer_cube_human/norm_stats.json").unlink()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match="Run: piston stats pi0_aloha_sim"):
+        piston.load_policy(checkpoint)
+
+
+def test_a_model_without_a_robot_asks_for_a_preset(tmp_path, aloha):
+    weights.save_model(aloha.model, aloha.model.config, tmp_path / "model")
+    with pytest.raises(ValueError, match="Name a preset"):
+        piston.load_policy(tmp_path / "model")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_fewer_bits_point_the_same_way(checkpoint, dtype):
+    example = make_aloha_example()
+    exact = piston.load_policy(checkpoint, dtype="float32").infer(example, seed=0)["actions"]
+    rough = piston.load_policy(checkpoint, dtype=dtype).infer(example, seed=0)["actions"]
+    assert not np.array_equal(exact, rough)
+    cosine = (exact * rough).sum() / np.sqrt((exact**2).sum() * (rough**2).sum())
+    assert cosine >= 0.995
+
+
+def test_eight_bits_hold_every_large_matrix(aloha):
+    torch.manual_seed(0)
+    model = weights.build_model(aloha.model.config)
+    quantize_for_inference(model)
+    held = {name: buffer.dtype for name, buffer in model.named_buffers() if "weight" in name}
+    assert held["vlm.layers.0.mlp.gate.weight"] == torch.int8
+    assert held["vision.blocks.0.attention.query.weight"] == torch.int8
+    large = [n for n, p in model.named_parameters() if p.ndim == 2 and p.numel() > 20_000]
+    assert [n for n in large if "embedding" not in n and "suffix" not in n] == []

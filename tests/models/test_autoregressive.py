@@ -1,0 +1,115 @@
+"""π0-FAST: loss and decoding equal the plain computation; rows end where they should."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from piston.models.autoregressive import choose
+
+from . import plain, tiny
+
+LAYOUTS = {
+    "alike": ([[True, True]] * 2, [8, 8], [5, 5]),
+    "lengths differ": ([[True, True]] * 3, [9, 4, 6], [5, 2, 1]),
+    "a masked camera counts in positions": ([[False, True], [True, True]], [7, 6], [4, 3]),
+    "batch of one": ([[True, True]], [9], [1]),
+}
+
+
+def observe(model, present, lengths, prefix_lengths):
+    """A prompt whose tokens after `prefix_lengths` are causal and to be learned."""
+    observation = tiny.observe(model, present, lengths)
+    index = torch.arange(model.config.prompt_length)
+    causal = index >= torch.tensor(prefix_lengths)[:, None]
+    valid = observation.tokenized_prompt_mask
+    return dataclasses.replace(
+        observation, token_ar_mask=causal.int(), token_loss_mask=causal & valid
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_loss_and_gradients_equal_the_plain_computation(layout, checkpointing):
+    model = tiny.fast()
+    observation = observe(model, *layout)
+    model.gradient_checkpointing = checkpointing
+    loss = model.loss(observation)
+    expected = plain.fast_loss(model, observation)
+    assert_close(loss, expected, atol=2e-5, rtol=2e-5)
+    parameters = list(model.parameters())
+    found = torch.autograd.grad(loss.sum(), parameters)
+    for gradient, reference in zip(found, torch.autograd.grad(expected.sum(), parameters)):
+        assert_close(gradient, reference, atol=1e-5, rtol=1e-3)
+
+
+def test_loss_without_any_word_to_learn_is_zero():
+    model = tiny.fast()
+    observation = observe(model, [[True, True]] * 2, [6, 6], [6, 2])
+    loss = model.loss(observation)
+    assert loss[0] == 0
+    assert loss[1] > 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_greedy_decoding_equals_recomputing_everything(layout):
+    model = tiny.fast()
+    observation = observe(model, *layout)
+    found = model.generate_tokens(observation, max_steps=6)
+    assert torch.equal(found, plain.fast_greedy(model, observation, 6)[:, : found.shape[1]])
+
+
+def test_decoding_without_a_block_mask_reads_the_prompt_as_one_block():
+    model = tiny.fast()
+    observation = observe(model, [[True, True]] * 2, [9, 4], [9, 9])
+    without = dataclasses.replace(observation, token_ar_mask=None, token_loss_mask=None)
+    expected = plain.fast_greedy(model, observation, 5)
+    assert torch.equal(model.generate_tokens(without, max_steps=5), expected)
+
+
+def test_a_row_that_ended_goes_on_with_zeros_and_all_ended_stops(monkeypatch):
+    model = tiny.fast()
+    observation = tiny.observe(model, [[True, True]] * 2, [5, 5])
+    script = iter(torch.tensor([[7, 9], [1, 9], [8, 3], [4, 1], [5, 5]]))
+
+    def scripted(_):
+        return torch.nn.functional.one_hot(next(script), model.config.vocab_size).float()
+
+    monkeypatch.setattr(model, "logits", scripted)
+    tokens = model.generate_tokens(observation, max_steps=5)
+    assert tokens.tolist() == [[7, 1, 0, 0], [9, 9, 3, 1]]
+
+
+def test_the_configured_number_of_steps_is_the_default():
+    model = tiny.fast(max_decoding_steps=3)
+    observation = tiny.observe(model, [[True, True]], [5])
+    assert model.generate_tokens(observation).shape[1] <= 3
+    with pytest.raises(ValueError, match="max_steps"):
+        model.generate_tokens(observation, max_steps=0)
+
+
+def test_temperature_samples_the_softmax():
+    logits = torch.tensor([[0.0, 1.0, 2.0]]).repeat(20_000, 1)
+    generator = torch.Generator().manual_seed(0)
+    counts = choose(logits, 0.5, generator).bincount(minlength=3) / len(logits)
+    assert_close(counts, (logits[0] / 0.5).softmax(-1), atol=0.01, rtol=0)
+    assert choose(logits, 0.0, None).unique().tolist() == [2]
+
+
+def test_temperature_is_reproducible():
+    model = tiny.fast()
+    observation = tiny.observe(model, [[True, True]] * 2, [5, 3])
+    draws = [
+        model.generate_tokens(observation, 6, 1.0, torch.Generator().manual_seed(seed)).tolist()
+        for seed in (0, 0, 1)
+    ]
+    assert draws[0] == draws[1] != draws[2]
+
+
+def test_loss_says_what_it_lacks():
+    model = tiny.fast()
+    with pytest.raises(ValueError, match="token_loss_mask"):
+        model.loss(tiny.observe(model, [[True, True]], [5]))

@@ -1,0 +1,390 @@
+"""π0 and π0.5: every saving gives what the plain computation gives."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from piston.models.flow import Pi0, sample_time
+from piston.models.precision import cast_for_inference
+
+from . import plain, tiny
+
+FAMILIES = pytest.mark.parametrize("pi05", [False, True], ids=["pi0", "pi05"])
+ALL, NONE = [True] * 3, [False] * 3
+
+LAYOUTS = {
+    "alike": ([ALL, ALL, ALL], [5, 5, 5]),
+    "alike, one camera absent": ([[True, False, True]] * 2, [3, 3]),
+    "cameras differ, lengths agree": ([[True, False, True], [True, True, False]], [3, 3]),
+    "cameras differ": ([ALL, [True, False, False], [False, False, True]], [5, 5, 5]),
+    "prompts differ": ([ALL, ALL, ALL], [1, 7, 4]),
+    "both differ": ([ALL, [False, True, False], [True, False, True]], [1, 7, 3]),
+    "one sample has nothing": ([[True, True, False], NONE], [4, 0]),
+    "no camera at all": ([NONE, NONE], [4, 2]),
+    "batch of one, prompt of one": ([[True, False, False]], [1]),
+    "batch of one, full prompt": ([ALL], [7]),
+    "no prompt": ([ALL, [True, False, False]], [0, 0]),
+}
+
+
+def close(actual, expected):
+    assert_close(actual, expected, atol=2e-5, rtol=2e-5)
+
+
+@FAMILIES
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_velocity_and_samples_equal_the_plain_computation(pi05, layout):
+    model = tiny.flow(pi05=pi05)
+    observation = tiny.observe(model, *layout)
+    noise = tiny.chunk(model, observation.batch_size)
+    time = torch.linspace(0.9, 0.1, observation.batch_size)
+    with torch.no_grad():
+        cache = model.prefill(observation)
+        expected = plain.velocity(model, observation, noise, time)
+        close(model.velocity(noise, time, cache), expected)
+        # The suffix was written behind the prefix and not into it: again, and the same.
+        close(model.velocity(noise, time, cache), expected)
+        sampled = model.sample_actions(observation, noise, num_steps=4)
+        close(sampled, plain.sample(model, observation, noise, 4))
+
+
+SIZES = {
+    "wide heads": {"vlm": {"head_dim": 16}, "expert": {"head_dim": 16}},
+    "narrow heads": {"vlm": {"head_dim": 2}, "expert": {"head_dim": 2}},
+    "depth one": {"vlm": {"depth": 1}, "expert": {"depth": 1}},
+    "two key heads": {"vlm": {"num_kv_heads": 2}, "expert": {"num_kv_heads": 2}},
+    "all key heads": {"vlm": {"num_kv_heads": 4}, "expert": {"num_kv_heads": 4}},
+    "expert wider": {"vlm": {"width": 10}, "expert": {"width": 22, "mlp_dim": 9}},
+}
+
+
+@FAMILIES
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+def test_other_sizes(pi05, sizes):
+    model = tiny.flow(
+        pi05=pi05, vlm=tiny.gemma(**sizes["vlm"]), action_expert=tiny.gemma(**sizes["expert"])
+    )
+    observation = tiny.observe(model, [ALL, [False, True, False], [True, False, True]], [2, 7, 1])
+    noise, time = tiny.chunk(model, 3), torch.tensor([0.2, 1.0, 0.5])
+    with torch.no_grad():
+        found = model.velocity(noise, time, model.prefill(observation))
+        close(found, plain.velocity(model, observation, noise, time))
+
+
+@FAMILIES
+@pytest.mark.parametrize("num_cameras", [1, 5])
+def test_other_numbers_of_cameras(pi05, num_cameras):
+    model = tiny.flow(pi05=pi05, num_cameras=num_cameras)
+    present = [[True] * num_cameras, [i % 2 == 0 for i in range(num_cameras)]]
+    observation = tiny.observe(model, present, [3, 6])
+    noise, time = tiny.chunk(model, 2), torch.tensor([0.2, 0.7])
+    with torch.no_grad():
+        found = model.velocity(noise, time, model.prefill(observation))
+        close(found, plain.velocity(model, observation, noise, time))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.lists(
+        st.tuples(st.lists(st.booleans(), min_size=3, max_size=3), st.integers(0, 7)),
+        min_size=1,
+        max_size=4,
+    ).filter(lambda rows: any(any(present) or length for present, length in rows)),
+    pi05=st.booleans(),
+)
+def test_any_layout(rows, pi05):
+    model = tiny.flow(pi05=pi05)
+    observation = tiny.observe(model, [row[0] for row in rows], [row[1] for row in rows])
+    noise = tiny.chunk(model, len(rows))
+    time = torch.linspace(0.1, 1, len(rows))
+    with torch.no_grad():
+        found = model.velocity(noise, time, model.prefill(observation))
+        close(found, plain.velocity(model, observation, noise, time))
+
+
+def test_prompt_may_be_missing_but_not_everything():
+    model = tiny.flow()
+    observation = tiny.observe(model, [ALL], [0])
+    without = dataclasses.replace(observation, tokenized_prompt=None, tokenized_prompt_mask=None)
+    noise = tiny.chunk(model, 1)
+    close(model.sample_actions(without, noise), model.sample_actions(observation, noise))
+    with pytest.raises(ValueError, match="no camera and no prompt"):
+        model.prefill(tiny.observe(model, [NONE], [0]))
+
+
+def test_absent_images_and_padding_never_enter_the_network(monkeypatch):
+    model = tiny.flow()
+    seen = {}
+
+    def watch(part, method):
+        original = getattr(part, method)
+
+        def counted(first, *rest):
+            seen[method] = len(first)
+            return original(first, *rest)
+
+        monkeypatch.setattr(part, method, counted)
+
+    watch(model.vision, "forward")
+    watch(model.vlm, "embed")
+    observation = tiny.observe(model, [ALL, [True, False, False]], [5, 2])
+    cache = model.prefill(observation)
+    assert seen == {"forward": 4, "embed": 7}
+    assert cache.memories[0].length == 3 * 4 + 5  # the longest row, not three cameras + seven
+
+
+def test_equal_lengths_need_no_mask_and_pi05_none_at_all():
+    layout = ([[True, False, True], [False, True, True]], [4, 4])
+    for pi05 in (False, True):
+        model = tiny.flow(pi05=pi05)
+        packing = model.embed_prefix(tiny.observe(model, *layout)).packing
+        assert packing.lengths is None
+        mask = model.prefill(tiny.observe(model, *layout)).mask
+        assert mask is None if pi05 else mask.shape == (1, 5, 2 * 4 + 4 + 5)
+
+
+def test_sampling_never_copies_the_prefix():
+    model = tiny.flow()
+    with torch.no_grad():
+        cache = model.prefill(tiny.observe(model, [ALL], [5]))
+        before = [memory.keys.clone() for memory in cache.memories]
+        pointers = [memory.keys.data_ptr() for memory in cache.memories]
+        length = cache.memories[0].length
+        assert cache.memories[0].keys.shape[2] == length + 5
+        model.velocity(tiny.chunk(model, 1), torch.ones(1), cache)
+    for memory, old, pointer in zip(cache.memories, before, pointers):
+        assert memory.keys.data_ptr() == pointer
+        assert torch.equal(memory.keys[:, :, :length], old[:, :, :length])
+        assert not torch.equal(memory.keys[:, :, length:], old[:, :, length:])
+
+
+@FAMILIES
+def test_velocity_is_differentiable_in_the_actions_with_a_ready_cache(pi05):
+    """Guided sampling takes the Jacobian through the network, between steps without gradients."""
+    model = tiny.flow(pi05=pi05).requires_grad_(False)
+    observation = tiny.observe(model, [ALL, [True, False, False]], [5, 3])
+    with torch.no_grad():
+        cache = model.prefill(observation)
+    noise, time = tiny.chunk(model, 2), torch.tensor([0.3, 0.6])
+    found, expected = (noise.clone().requires_grad_() for _ in range(2))
+    for _ in range(2):
+        found.grad = None
+        model.velocity(found, time, cache).square().sum().backward()
+        with torch.no_grad():
+            model.velocity(noise, time, cache)
+    plain.velocity(model, observation, expected, time).square().sum().backward()
+    assert_close(found.grad, expected.grad, atol=2e-4, rtol=2e-4)
+
+
+@FAMILIES
+def test_loss_and_gradients_equal_the_plain_computation(pi05):
+    model = tiny.flow(pi05=pi05)
+    observation = tiny.observe(model, [ALL, [False, True, False]], [2, 7])
+    actions, noise = tiny.chunk(model, 2), tiny.chunk(model, 2, seed=3)
+    time = torch.tensor([0.3, 0.8])
+    loss = model.loss(observation, actions, noise, time)
+    found = gradients(model, loss)
+
+    t = time[:, None, None]
+    velocity = plain.velocity(model, observation, t * noise + (1 - t) * actions, time)
+    expected = (velocity - (noise - actions)).square().mean(-1)
+    close(loss, expected)
+    assert loss.shape == (2, model.config.action_horizon)
+    for name, gradient in gradients(model, expected).items():
+        if name in model.unused_parameters():
+            assert found[name] is None
+            assert gradient is None or not gradient.any(), name
+        else:
+            assert_close(found[name], gradient, atol=1e-5, rtol=1e-3, msg=name)
+
+
+@FAMILIES
+@pytest.mark.parametrize("frozen", [(), ("vision", "vlm")], ids=["all train", "expert trains"])
+def test_gradient_checkpointing_changes_nothing(pi05, frozen):
+    model = tiny.flow(pi05=pi05)
+    for name in frozen:
+        getattr(model, name).requires_grad_(False)
+    observation = tiny.observe(model, [ALL, [False, True, False]], [2, 7])
+    arguments = (tiny.chunk(model, 2), tiny.chunk(model, 2, 3), torch.rand(2, 3))
+    plainly = gradients(model, model.loss(observation, *arguments))
+    model.gradient_checkpointing = True
+    again = gradients(model, model.loss(observation, *arguments))
+    for name, gradient in plainly.items():
+        if gradient is not None:
+            assert_close(again[name], gradient, msg=name)
+
+
+@FAMILIES
+def test_draws_share_a_prefix_and_equal_separate_losses(pi05, monkeypatch):
+    model = tiny.flow(pi05=pi05)
+    observation = tiny.observe(model, [ALL, [False, True, False]], [2, 7])
+    actions, noise, time = tiny.chunk(model, 2), tiny.chunk(model, 2, 3, seed=5), torch.rand(2, 3)
+    separate = [model.loss(observation, actions, noise[:, i], time[:, i]) for i in range(3)]
+    expected = torch.stack(separate, 1)
+    expected_gradients = gradients(model, expected)
+    calls = []
+    tower = model.vision.forward
+    monkeypatch.setattr(model.vision, "forward", lambda *a: calls.append(1) or tower(*a))
+    together = model.loss(observation, actions, noise, time)
+    assert len(calls) == 1
+    close(together, expected)
+    for name, gradient in gradients(model, together).items():
+        if gradient is not None:
+            assert_close(gradient, expected_gradients[name], atol=1e-5, rtol=1e-3, msg=name)
+    error = model.velocity_error(observation, actions, noise, time)
+    assert error.shape == noise.shape
+    close(error.mean(-1), together)
+    with torch.no_grad():
+        close(model.loss(observation, actions, noise, time), expected)
+
+
+def test_shapes_of_drawn_losses():
+    model = tiny.flow()
+    observation = tiny.observe(model, [ALL, ALL], [2, 2])
+    actions = tiny.chunk(model, 2)
+    draw = lambda **k: model.loss(observation, actions, generator=seeded(), **k)  # noqa: E731
+    assert draw().shape == (2, 4)
+    assert draw(num_draws=1).shape == (2, 1, 4)
+    assert draw(num_draws=3).shape == (2, 3, 4)
+    assert draw(time=torch.rand(2, 2)).shape == (2, 2, 4)
+    assert torch.equal(draw(num_draws=2), draw(num_draws=2))
+    with pytest.raises(ValueError, match=r"time has shape \(2,\), expected \(2, 3\)"):
+        draw(num_draws=3, time=torch.rand(2))
+    with pytest.raises(ValueError, match="noise has shape"):
+        draw(noise=torch.zeros(2, 4, 6))
+
+
+def test_times_are_drawn_from_the_shifted_beta():
+    time = sample_time((20_000,), torch.device("cpu"), seeded())
+    assert time.min() >= 0.001
+    assert time.max() <= 1
+    assert time.mean().item() == pytest.approx(0.001 + 0.999 * 0.6, abs=0.005)
+    beta = torch.distributions.Beta(1.5, 1.0)
+    for quantile in (0.1, 0.5, 0.9):
+        value = (time.quantile(quantile) - 0.001) / 0.999
+        grid = torch.linspace(1e-4, 1 - 1e-4, 4000)
+        cumulative = beta.log_prob(grid).exp().cumsum(0) / 4000
+        assert cumulative[(grid - value).abs().argmin()].item() == pytest.approx(quantile, abs=0.02)
+
+
+@FAMILIES
+def test_condition_of_many_times_equals_one_by_one(pi05):
+    model = tiny.flow(pi05=pi05)
+    observation, noise = tiny.observe(model, [ALL, ALL], [2, 6]), tiny.chunk(model, 2)
+    times = torch.tensor([1.0, 0.6, 0.2])
+    with torch.no_grad():
+        cache, many = model.prefill(observation), model.condition(times)
+        for row, time in enumerate(times):
+            expected = model.velocity(noise, time.expand(2), cache)
+            close(model.velocity(noise, many.at(row), cache), expected)
+
+
+@FAMILIES
+def test_bfloat16_stays_close_and_keeps_what_must_be_float32(pi05):
+    model = tiny.flow(pi05=pi05)
+    observation = tiny.observe(model, [ALL, [True, False, False]], [2, 6])
+    noise = tiny.chunk(model, 2)
+    exact = model.sample_actions(observation, noise)
+    masters = with_dtype(model, "bfloat16")
+    served = copy.deepcopy(masters)
+    cast_for_inference(served, torch.bfloat16)
+    for low in (masters, served):
+        found = low.sample_actions(observation, noise)
+        assert found.dtype == torch.float32
+        assert 0 < (found - exact).abs().max() < 0.15
+        assert (found - exact).abs().mean() < 0.03
+    float32 = {n for n, p in served.named_parameters() if p.dtype == torch.float32}
+    expected = {
+        name
+        for name, _ in served.named_parameters()
+        if name.startswith(("vision.patch_embedding", "vision.position_embedding", "suffix"))
+        or ("norm" in name and "modulation" not in name)
+    }
+    assert float32 == expected
+
+
+def test_bfloat16_training_has_float32_gradients_for_float32_masters():
+    model = with_dtype(tiny.flow(), "bfloat16")
+    observation = tiny.observe(model, [ALL, [True, False, False]], [2, 6])
+    arguments = (tiny.chunk(model, 2), tiny.chunk(model, 2, seed=8), torch.tensor([0.3, 0.9]))
+    low = gradients(model, model.loss(observation, *arguments))
+    exact_model = with_dtype(model, "float32")
+    exact = gradients(exact_model, exact_model.loss(observation, *arguments))
+    for name, gradient in exact.items():
+        # A bias of keys shifts all logits of a query alike: its gradient is nothing but rounding.
+        if gradient is not None and not name.endswith("key.bias"):
+            assert low[name].dtype == torch.float32
+            assert (low[name] - gradient).norm() < 0.2 * gradient.norm() + 1e-3, name
+
+
+def test_construction_needs_no_memory_and_filling_gives_the_same_model():
+    model = tiny.flow(pi05=True)
+    with torch.device("meta"):
+        empty = Pi0(model.config)
+    assert all(parameter.is_meta for parameter in empty.parameters())
+    assert not list(empty.buffers())
+    cast_for_inference(empty, torch.bfloat16)
+    empty.load_state_dict(model.state_dict(), assign=True)
+    observation, noise = tiny.observe(model, [ALL], [4]), tiny.chunk(model, 1)
+    assert torch.equal(
+        empty.sample_actions(observation, noise), model.sample_actions(observation, noise)
+    )
+
+
+def test_sampling_is_reproducible_and_says_what_is_wrong():
+    model = tiny.flow()
+    observation = tiny.observe(model, [ALL], [4])
+    first = model.sample_actions(observation, generator=seeded())
+    assert torch.equal(first, model.sample_actions(observation, generator=seeded()))
+    assert not torch.equal(first, model.sample_actions(observation, generator=seeded(1)))
+    with pytest.raises(ValueError, match="num_steps"):
+        model.sample_actions(observation, num_steps=0)
+    renamed = dataclasses.replace(
+        observation,
+        images={"top": observation.images["camera_0"]},
+        image_masks={"top": observation.image_masks["camera_0"]},
+    )
+    with pytest.raises(ValueError, match=r"camera_0.*top"):
+        model.prefill(renamed)
+    small = {name: image[:, :8] for name, image in observation.images.items()}
+    with pytest.raises(ValueError, match="16 × 16 × 3, found 8 × 16 × 3"):
+        model.prefill(dataclasses.replace(observation, images=small))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("pi05", "backend"), [(False, "inductor"), (True, "aot_eager")])
+def test_compiled_prefill_and_velocity_equal_eager(pi05, backend):
+    shallow = {"vlm": tiny.gemma(depth=1), "action_expert": tiny.gemma(14, depth=1)}
+    model = tiny.flow(pi05=pi05, **shallow)
+    observation = tiny.observe(model, [ALL, [True, False, False]], [2, 6])
+    noise = tiny.chunk(model, 2)
+    expected = model.sample_actions(observation, noise, num_steps=4)
+    model.prefill = torch.compile(model.prefill, backend=backend)
+    model.velocity = torch.compile(model.velocity, backend=backend, fullgraph=True)
+    close(model.sample_actions(observation, noise, num_steps=4), expected)
+
+
+def with_dtype(model, dtype):
+    changed = Pi0(dataclasses.replace(model.config, dtype=dtype))
+    changed.load_state_dict(model.state_dict())
+    return changed
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.sum().backward()
+    return {
+        name: None if parameter.grad is None else parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+    }
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)

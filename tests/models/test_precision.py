@@ -1,0 +1,75 @@
+"""The precision policy, where it can be seen."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from piston.models import precision
+from piston.models.gemma import RMSNorm
+from piston.models.siglip import LayerNorm
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_bfloat16_attention_accumulates_in_float32(masked):
+    """Thousands of nearly equal logits and values: bfloat16 sums would stop growing long before."""
+    generator = torch.Generator().manual_seed(0)
+    size, dim = 4096, 64
+    query = torch.randn(1, 1, 8, dim, generator=generator).bfloat16()
+    key = (torch.randn(1, 1, size, dim, generator=generator) * 0.1 + query[:, :, :1]).bfloat16()
+    value = (1 + torch.rand(1, 1, size, dim, generator=generator)).bfloat16()
+    mask = (torch.arange(size) < size - 5).expand(1, 1, 8, size) if masked else None
+    found = precision.attention(query, key, value, mask)
+    assert found.dtype == torch.bfloat16
+    logits = query.double() @ key.double().transpose(-1, -2) / dim**0.5
+    if mask is not None:
+        logits = logits.masked_fill(~mask, -torch.inf)
+    exact = logits.softmax(-1) @ value.double()
+    # One rounding of the result (2⁻⁸ relative), and rounded weights that average out.
+    assert_close(found.double(), exact, atol=0, rtol=2**-7)
+
+
+def test_attention_sees_through_expanded_masks_and_heads():
+    query, key = torch.randn(2, 4, 3, 8), torch.randn(2, 1, 5, 8)
+    mask = torch.tensor([[True] * 5, [True, True, False, False, False]])[:, None, None]
+    found = precision.attention(query, key.expand(2, 4, 5, 8), key.expand(2, 4, 5, 8), mask)
+    logits = (query @ key.transpose(-1, -2) / 8**0.5).masked_fill(~mask, -torch.inf)
+    assert_close(found, logits.softmax(-1) @ key)
+
+
+@pytest.mark.parametrize("norm", [RMSNorm(512), LayerNorm(512, eps=1e-6)])
+def test_norms_of_bfloat16_are_computed_in_float32(norm):
+    x = (torch.randn(4, 512) * 3 + 100).bfloat16()
+    found, exact = norm(x), norm(x.float())
+    if isinstance(found, tuple):
+        found, exact = found[0], exact[0]
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, exact.bfloat16())
+
+
+def test_linear_follows_its_input_and_keeps_its_weight():
+    linear = precision.Linear(8, 4)
+    x = torch.randn(3, 8)
+    low = linear(x.bfloat16())
+    assert low.dtype == torch.bfloat16
+    assert linear.weight.dtype == torch.float32
+    assert_close(low.float(), linear(x), atol=0.05, rtol=0.05)
+    low.sum().backward()
+    assert linear.weight.grad.dtype == torch.float32
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/cpuinfo"), reason="needs /proc/cpuinfo")  # noqa: PTH110
+def test_bfloat16_products_do_not_kill_the_process():
+    """Some virtual machines show matrix tiles that cannot be used; the import takes care of it."""
+    code = (
+        "import piston.models.precision, torch\n"
+        "a = torch.ones(64, 64, dtype=torch.bfloat16)\n"
+        "raise SystemExit(int((a @ a)[0, 0]) != 64)"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "ONEDNN_MAX_CPU_ISA"}
+    assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0

@@ -1,0 +1,425 @@
+"""Opening, loading and the errors on the way: all of a model or none of it."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from piston.models.configs import Pi0Config, Pi0FASTConfig
+from piston.weights import (
+    CheckpointError,
+    MismatchError,
+    build_model,
+    build_on_meta,
+    load_into,
+    load_model,
+    open_checkpoint,
+    save_model,
+)
+from piston.weights.pytorch_names import EMBEDDING, OUTPUT_HEAD, TABLE
+
+FAMILIES = ["pi0", "pi05", "pi0_lora", "pi0_fast"]
+
+
+def pytorch_state(state, prefix=""):
+    """Our tensors under openpi's PyTorch names."""
+    theirs = {}
+    for name, tensor in state.items():
+        parts = name.split(".")
+        numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+        template = ".".join("*" if i in numbers else part for i, part in enumerate(parts))
+        (foreign,) = [their for their, our in TABLE.items() if our == template]
+        theirs[prefix + foreign.replace("*", parts[numbers[0]] if numbers else "")] = tensor
+    return theirs
+
+
+def write_sharded(folder, state, count=3):
+    folder.mkdir(exist_ok=True)
+    names = sorted(state)
+    weight_map = {}
+    for shard in range(count):
+        file = f"model-{shard + 1:05d}-of-{count:05d}.safetensors"
+        part = {name: state[name] for name in names[shard::count]}
+        safetensors.torch.save_file(part, folder / file)
+        weight_map |= dict.fromkeys(part, file)
+    index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def assert_same_state(model, state):
+    found = model.state_dict()
+    assert found.keys() == state.keys()
+    for name, tensor in state.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_saved_is_loaded(tmp_path, tiny, tiny_state, family):
+    state = tiny_state(family)
+    save_model(state, tiny[family], tmp_path / "model")
+    checkpoint = open_checkpoint(tmp_path / "model")
+    assert checkpoint.format == "piston"
+    assert checkpoint.config == tiny[family]
+    assert not checkpoint.dropped
+    for place in ("model", "model/model.safetensors"):
+        model = load_model(str(tmp_path / place))
+        assert model.config == tiny[family]
+        assert_same_state(model, state)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+
+
+def test_stored_dtypes_are_kept_and_asked_ones_are_given(tmp_path, tiny, tiny_state):
+    mixed = {
+        name: tensor.bfloat16() if "layers" in name else tensor
+        for name, tensor in tiny_state("pi05").items()
+    }
+    save_model(mixed, tiny["pi05"], tmp_path / "model")
+    assert_same_state(load_model(tmp_path / "model"), mixed)
+
+    wide = load_model(tmp_path / "model", dtype=torch.float32)
+    assert_same_state(wide, {name: tensor.float() for name, tensor in mixed.items()})
+
+    narrow = load_model(tmp_path / "model", dtype=torch.bfloat16).state_dict()
+    assert narrow["vlm.layers.0.mlp.up.weight"].dtype == torch.bfloat16
+    assert narrow["vlm.embedding.weight"].dtype == torch.bfloat16
+    for name in ("vision.position_embedding", "vision.patch_embedding.weight", "vlm.norm.scale"):
+        assert narrow[name].dtype == torch.float32  # as the models' precision policy has it
+
+
+def test_a_model_with_memory_is_filled_in_place_in_its_own_dtype(tmp_path, tiny, tiny_state):
+    state = tiny_state("pi0")
+    save_model(state, tiny["pi0"], tmp_path / "model")
+    model = build_model(tiny["pi0"]).to(torch.float64)
+    parameters = list(model.parameters())
+    load_into(model, open_checkpoint(tmp_path / "model"))
+    assert all(a is b for a, b in zip(parameters, model.parameters()))
+    assert_same_state(model, {name: tensor.double() for name, tensor in state.items()})
+
+
+@pytest.mark.parametrize("family", ["pi0", "pi05", "pi0_fast"])
+@pytest.mark.parametrize("prefix", ["", "model."])
+@pytest.mark.parametrize("shards", [None, 1, 3])
+def test_pytorch_files_single_and_sharded(tmp_path, tiny, tiny_state, family, prefix, shards):
+    state = tiny_state(family)
+    theirs = pytorch_state(state, prefix)
+    theirs[f"{prefix}paligemma_with_expert.gemma_expert.lm_head.weight"] = torch.zeros(2, 2)
+    if shards is None:
+        safetensors.torch.save_file(theirs, tmp_path / "model.safetensors")
+    else:
+        write_sharded(tmp_path, theirs, shards)
+    checkpoint = open_checkpoint(tmp_path, tiny[family])
+    assert checkpoint.format == ("lerobot" if prefix else "openpi-pytorch")
+    assert len(checkpoint.dropped) == 1
+    assert_same_state(load_model(tmp_path, tiny[family]), state)
+
+
+def test_the_tied_embedding_is_one_tensor(tmp_path, tiny, tiny_state):
+    state = tiny_state("pi0_fast")
+    theirs = pytorch_state(state)
+    theirs[OUTPUT_HEAD] = theirs[EMBEDDING].clone()
+    safetensors.torch.save_file(theirs, tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(tmp_path, tiny["pi0_fast"])
+    assert OUTPUT_HEAD in checkpoint.dropped
+    model = load_model(tmp_path, tiny["pi0_fast"])
+    assert_same_state(model, state)
+    size = state["vlm.embedding.weight"].numel()
+    assert sum(p.numel() == size for p in model.parameters()) == 1
+
+    theirs[OUTPUT_HEAD][-1, -1] += 1  # trained apart: another model than ours
+    safetensors.torch.save_file(theirs, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="differs from the embedding table"):
+        load_model(tmp_path, tiny["pi0_fast"])
+
+    del theirs[EMBEDDING]
+    safetensors.torch.save_file(theirs, tmp_path / "model.safetensors")
+    loaded = load_model(tmp_path, tiny["pi0_fast"]).state_dict()["vlm.embedding.weight"]
+    assert torch.equal(loaded, theirs[OUTPUT_HEAD])
+
+
+def test_one_error_lists_everything_and_nothing_is_touched(tmp_path, tiny, tiny_state):
+    state = tiny_state("pi0")
+    save_model(state, tiny["pi0"], tmp_path)
+    damaged = dict(state)
+    for layer in range(2):
+        name = f"vlm.layers.{layer}.attention.query.weight"
+        damaged[name.replace("query", "quer")] = damaged.pop(name)
+    del damaged["suffix.state.bias"]
+    damaged["suffix.action_in.weight"] = torch.zeros(12, 6)
+    damaged["extra.thing"] = torch.zeros(3)
+    safetensors.torch.save_file(damaged, tmp_path / "model.safetensors")
+    with pytest.raises(MismatchError) as caught:
+        load_model(tmp_path)
+    text = str(caught.value)
+    assert caught.value.missing == (
+        "suffix.state.bias",
+        "vlm.layers.0.attention.query.weight",
+        "vlm.layers.1.attention.query.weight",
+    )
+    assert caught.value.unexpected == (
+        "extra.thing",
+        "vlm.layers.0.attention.quer.weight",
+        "vlm.layers.1.attention.quer.weight",
+    )
+    assert caught.value.misshaped == ("suffix.action_in.weight",)
+    assert "3 missing" in text
+    assert "vlm.layers.[0-1].attention.query.weight (24, 20)" in text
+    assert "did you mean vlm.layers.[0-1].attention.query.weight?" in text
+    assert "suffix.action_in.weight: found (12, 6), expected (12, 5)" in text
+    assert "extra.thing (3,)" in text
+
+
+@pytest.mark.parametrize("on_meta", [True, False])
+def test_missing_alone_is_an_error_before_the_model_is_touched(tmp_path, tiny, tiny_state, on_meta):
+    state = tiny_state("pi0")
+    del state["vision.norm.bias"]
+    save_model(tiny_state("pi0"), tiny["pi0"], tmp_path)
+    safetensors.torch.save_file(state, tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(tmp_path)
+    model = (build_on_meta if on_meta else build_model)(tiny["pi0"])
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(MismatchError, match=r"1 missing:\s+vision\.norm\.bias \(24,\)"):
+        load_into(model, checkpoint)
+    for name, tensor in model.state_dict().items():
+        assert tensor.is_meta == on_meta
+        assert on_meta or torch.equal(tensor, before[name])
+
+
+def test_long_lists_are_cut_with_their_count(tmp_path, tiny, tiny_state):
+    save_model(tiny_state("pi0"), tiny["pi0"], tmp_path)
+    with pytest.raises(MismatchError, match="more lines") as caught:
+        load_model(tmp_path, Pi0Config())
+    assert len(str(caught.value).splitlines()) < 80
+    assert len(caught.value.missing) > 500
+
+
+def test_damaged_data_leaves_a_model_on_meta_untouched(tmp_path, tiny, tiny_state):
+    save_model(tiny_state("pi0"), tiny["pi0"], tmp_path)
+    content = bytearray((tmp_path / "model.safetensors").read_bytes())
+    content[-3] ^= 1
+    (tmp_path / "model.safetensors").write_bytes(content)
+    model = build_on_meta(tiny["pi0"])
+    with pytest.raises(CheckpointError, match="is damaged"):
+        load_into(model, open_checkpoint(tmp_path))
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("on_meta", [True, False])
+def test_adapters_may_be_new(tmp_path, tiny, tiny_state, on_meta):
+    state = tiny_state("pi0")
+    save_model(state, tiny["pi0"], tmp_path)
+    config = tiny["pi0_lora"]
+    with pytest.raises(MismatchError, match=r"may_be_new=\('\*\.lora_\?',\)"):
+        load_model(tmp_path, config)
+    torch.manual_seed(1)
+    model = (build_on_meta if on_meta else build_model)(config)
+    new = load_into(model, open_checkpoint(tmp_path, config), may_be_new=("*.lora_?",))
+    assert set(new) == model.state_dict().keys() - state.keys()
+    for name, tensor in model.state_dict().items():
+        if name in state:
+            assert torch.equal(tensor, state[name])
+        elif name.endswith("lora_b"):
+            assert not tensor.any()
+        else:
+            assert 0.3 < tensor.std() * tensor.shape[-1] ** 0.5 < 2.0  # as constructed
+    with pytest.raises(MismatchError, match="missing"):
+        load_model(tmp_path, config, may_be_new=("vlm.*.lora_?",))
+
+
+def test_every_parameter_can_start_fresh_on_meta(tmp_path, tiny, tiny_state):
+    """A model filled from nothing looks like one that was constructed in memory."""
+    state = tiny_state("pi05")
+    save_model(state, tiny["pi05"], tmp_path)
+    kept = {"vlm.norm.scale": state["vlm.norm.scale"]}
+    safetensors.torch.save_file(kept, tmp_path / "model.safetensors")
+    torch.manual_seed(0)
+    fresh = load_model(tmp_path, may_be_new=("*",)).state_dict()
+    constructed = build_model(tiny["pi05"]).state_dict()
+    for name in fresh.keys() - kept.keys():
+        assert fresh[name].dtype == constructed[name].dtype
+        spread, usual = fresh[name].std(), constructed[name].std()
+        assert bool(spread == 0) == bool(usual == 0), name
+        assert 0.5 * usual <= spread <= 2 * usual or fresh[name].numel() < 50, name
+
+
+def test_formats_are_told_apart_by_content_not_by_name(tmp_path, tiny, tiny_state):
+    safetensors.torch.save_file(pytorch_state(tiny_state("pi0")), tmp_path / "piston.safetensors")
+    found = open_checkpoint(tmp_path / "piston.safetensors", tiny["pi0"])
+    assert found.format == "openpi-pytorch"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Path.touch, "is no checkpoint: expected .* found nothing"),
+        (lambda f: (f / "policy.bin").write_bytes(b"x"), "found policy.bin"),
+        (lambda f: (f / "model.safetensors").write_bytes(b""), "not a whole safetensors file"),
+        (
+            lambda f: safetensors.torch.save_file({"a": torch.ones(1)}, f / "model.safetensors"),
+            "holds no model that is known here: its tensors are a",
+        ),
+        (
+            lambda f: safetensors.torch.save_file({}, f / "model.safetensors"),
+            "none at all",
+        ),
+        (
+            lambda f: safetensors.torch.save_file(
+                {"vlm.norm.scale": torch.ones(2, dtype=torch.int32)}, f / "model.safetensors"
+            ),
+            "not floating-point",
+        ),
+    ],
+)
+def test_what_is_no_checkpoint_is_refused(tmp_path, make, message):
+    make(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(tmp_path)
+
+
+def test_a_missing_place_and_a_wrong_file_are_errors(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        open_checkpoint(tmp_path / "nothing")
+    (tmp_path / "weights.pt").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=r"neither a \.safetensors"):
+        open_checkpoint(tmp_path / "weights.pt")
+
+
+def test_our_tensors_without_our_config(tmp_path, tiny, tiny_state):
+    save_model(tiny_state("pi0"), tiny["pi0"], tmp_path)
+    config = tmp_path / "config.json"
+    written = json.loads(config.read_text())
+    config.unlink()
+    with pytest.raises(FileNotFoundError, match="says what the model beside it is made of"):
+        open_checkpoint(tmp_path)
+    assert open_checkpoint(tmp_path, tiny["pi0"]).config == tiny["pi0"]
+    for text, message in [
+        ("{", "is not JSON"),
+        ("[]", "expected a JSON object"),
+        ('{"model": "pi0"}', "is not what Piston writes"),
+        (json.dumps({**written, "version": 2}), "version 2"),
+        (json.dumps({**written, "model": 3}), "holds a int"),
+    ]:
+        config.write_text(text)
+        with pytest.raises(CheckpointError, match=message):
+            open_checkpoint(tmp_path)
+
+
+class TestShards:
+    @pytest.fixture
+    def folder(self, tmp_path, tiny_state):
+        write_sharded(tmp_path, pytorch_state(tiny_state("pi0")))
+        return tmp_path
+
+    def change_index(self, folder, change):
+        path = folder / "model.safetensors.index.json"
+        index = json.loads(path.read_text())
+        change(index)
+        path.write_text(json.dumps(index))
+
+    def test_a_missing_file_is_named(self, folder, tiny):
+        (folder / "model-00002-of-00003.safetensors").unlink()
+        with pytest.raises(CheckpointError, match="1 missing:\\s+model-00002-of-00003.safetensors"):
+            open_checkpoint(folder, tiny["pi0"])
+
+    def test_a_short_file_is_named(self, folder, tiny):
+        path = folder / "model-00003-of-00003.safetensors"
+        path.write_bytes(path.read_bytes()[:-1])
+        with pytest.raises(
+            CheckpointError, match="model-00003-of-00003.safetensors is not a whole"
+        ):
+            open_checkpoint(folder, tiny["pi0"])
+
+    def test_an_absent_tensor_is_named(self, folder, tiny):
+        file = "model-00001-of-00003.safetensors"
+        self.change_index(folder, lambda index: index["weight_map"].update(ghost=file))
+        with pytest.raises(CheckpointError, match=f"1 in the index only:\\s+ghost in {file}"):
+            open_checkpoint(folder, tiny["pi0"])
+
+    def test_a_tensor_that_the_index_lacks_is_named(self, folder, tiny):
+        self.change_index(folder, lambda index: index["weight_map"].pop("state_proj.bias"))
+        with pytest.raises(CheckpointError, match="1 in the files only:\\s+state_proj.bias"):
+            open_checkpoint(folder, tiny["pi0"])
+
+    def test_a_file_elsewhere_is_refused(self, folder, tiny):
+        self.change_index(folder, lambda i: i["weight_map"].update({"a": "../other.safetensors"}))
+        with pytest.raises(CheckpointError, match="files beside it"):
+            open_checkpoint(folder, tiny["pi0"])
+
+    def test_an_index_of_another_kind_is_refused(self, folder, tiny):
+        self.change_index(folder, lambda index: index.pop("weight_map"))
+        with pytest.raises(CheckpointError, match="no weight_map"):
+            open_checkpoint(folder, tiny["pi0"])
+
+
+class TestDeclared:
+    """What config.json beside foreign tensors adds to what shapes show."""
+
+    @pytest.fixture
+    def folder(self, tmp_path, reference):
+        shutil.copy(reference / "models" / "pi0" / "model.safetensors", tmp_path)
+        return tmp_path
+
+    def test_unknown_sizes_need_a_configuration(self, folder):
+        with pytest.raises(CheckpointError, match="Give the model's configuration"):
+            open_checkpoint(folder)
+
+    @pytest.mark.parametrize(
+        ("facts", "expected"),
+        [
+            (
+                {
+                    "action_dim": 32,
+                    "action_horizon": 10,
+                    "paligemma_variant": "gemma_2b",
+                    "action_expert_variant": "gemma_300m",
+                    "precision": "float32",
+                },
+                {"action_horizon": 10, "dtype": "float32", "max_token_len": None},
+            ),
+            (
+                {
+                    "type": "pi0",
+                    "chunk_size": 20,
+                    "max_action_dim": 32,
+                    "tokenizer_max_length": 64,
+                    "dtype": "bfloat16",
+                    "input_features": {
+                        "observation.images.top": {"type": "VISUAL", "shape": [3, 224, 224]},
+                        "observation.state": {"type": "STATE", "shape": [14]},
+                        "observation.images.empty_camera_0": {"type": "VISUAL"},
+                    },
+                },
+                {
+                    "action_horizon": 20,
+                    "dtype": "bfloat16",
+                    "max_token_len": 64,
+                    "cameras": ("top", "empty_camera_0"),
+                },
+            ),
+            ({"model": "something else"}, {"action_horizon": 50}),
+        ],
+    )
+    def test_settings_that_leave_no_trace_in_tensors(self, tmp_path, facts, expected):
+        from piston.weights.declared import read_declared
+        from piston.weights.sizes import infer_config
+
+        (tmp_path / "config.json").write_text(json.dumps(facts))
+        shapes = {n: tuple(t.shape) for n, t in build_on_meta(Pi0Config()).state_dict().items()}
+        config = infer_config(shapes, None, read_declared(tmp_path))
+        assert dataclasses.replace(config, **expected) == config
+        assert config.vlm == Pi0Config().vlm
+
+    def test_prompts_of_lerobots_fast_are_counted_differently(self, tmp_path):
+        from piston.weights.declared import read_declared
+        from piston.weights.sizes import infer_config
+
+        facts = {"type": "pi0_fast", "tokenizer_max_length": 200, "chunk_size": 8}
+        (tmp_path / "config.json").write_text(json.dumps(facts))
+        shapes = {n: tuple(t.shape) for n, t in build_on_meta(Pi0FASTConfig()).state_dict().items()}
+        config = infer_config(shapes, None, read_declared(tmp_path))
+        assert config == Pi0FASTConfig(action_horizon=8)

@@ -1,0 +1,187 @@
+"""Checkpoints of the JAX trainer: the same tensors as the PyTorch files, however stored."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from piston.weights import CheckpointError, load_model, open_checkpoint
+
+ts = pytest.importorskip("tensorstore", reason="needs piston[jax-weights]")
+
+MODELS = ["pi0", "pi05", "pi0_lora", "pi0_fast"]
+
+
+@pytest.mark.parametrize("name", ["pi0", "pi05"])
+def test_equals_the_pytorch_file_of_the_same_weights(reference, reference_config, name):
+    folder = reference / "models" / name
+    jax = open_checkpoint(folder / "params")
+    pytorch = open_checkpoint(folder / "model.safetensors", reference_config(name))
+    assert (jax.format, pytorch.format) == ("jax", "openpi-pytorch")
+    assert set(jax.names()) == set(pytorch.names())
+    for tensor in jax.names():
+        assert jax.tensor(tensor).dtype == pytorch.tensor(tensor).dtype == torch.float32
+        assert torch.equal(jax.tensor(tensor), pytorch.tensor(tensor)), tensor
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_reference_model_loads_strictly(reference, reference_config, name):
+    params = reference / "models" / name / "params"
+    model = load_model(params, reference_config(name))
+    checkpoint = open_checkpoint(params)
+    state = model.state_dict()
+    assert state.keys() == set(checkpoint.names())
+    for tensor, value in state.items():
+        assert torch.equal(value, checkpoint.tensor(tensor))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sizes_are_inferred_heads_and_adapters_included(reference, reference_config, name):
+    found = open_checkpoint(reference / "models" / name / "params").config
+    stated = reference_config(name)
+    assert type(found) is type(stated)
+    assert found.family == stated.family
+    fields = ["vision", "vlm", "vocab_size", "image_size"]
+    fields += ["action_expert", "action_dim"] if hasattr(stated, "action_expert") else []
+    for field in fields:
+        assert getattr(found, field) == getattr(stated, field)
+
+
+def test_a_step_folder_and_its_params_are_the_same(reference, tmp_path):
+    params = reference / "models" / "pi0" / "params"
+    shutil.copytree(params, tmp_path / "29999" / "params")
+    (tmp_path / "29999" / "train_state").mkdir()
+    step = open_checkpoint(tmp_path / "29999")
+    assert torch.equal(
+        step.tensor("vlm.norm.scale"), open_checkpoint(params).tensor("vlm.norm.scale")
+    )
+
+
+def arrays_of(params: Path) -> dict[str, np.ndarray]:
+    keys = {"driver": "ocdbt", "base": f"file://{params}/"}
+    names = ts.KvStore.open(keys).result().list().result()
+    return {
+        name: ts.open({"driver": "zarr", "kvstore": {**keys, "path": f"{name}/"}})
+        .result()
+        .read()
+        .result()
+        for name in (
+            raw.decode().removesuffix("/.zarray") for raw in names if raw.endswith(b"/.zarray")
+        )
+    }
+
+
+def write_arrays(
+    folder, arrays, *, ocdbt=True, driver="zarr", chunk=None, layers=False, dtype=None
+) -> None:
+    folder.mkdir(exist_ok=True, parents=True)
+    base = {"driver": "file", "path": f"{folder}/"}
+    for name, array in arrays.items():
+        path = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+        if not ocdbt:
+            path = {"driver": "file", "path": f"{folder}/{name}/"}
+        spec = {"driver": driver, "kvstore": path}
+        shape = [min(chunk, size) for size in array.shape] if chunk else list(array.shape)
+        if layers:
+            shape = [1, *array.shape[1:]]
+        store = ts.open(
+            spec,
+            create=True,
+            dtype=dtype or ts.float32,
+            shape=array.shape,
+            chunk_layout=ts.ChunkLayout(chunk_shape=shape),
+        ).result()
+        store.write(ts.cast(ts.array(array), dtype or ts.float32)).result()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"layers": True, "name": "one chunk per layer"},
+        {"chunk": 5, "name": "chunks across layers"},
+        {"ocdbt": False, "name": "plain files"},
+        {"driver": "zarr3", "name": "zarr 3"},
+    ],
+    ids=lambda how: how["name"],
+)
+def test_every_way_of_storing_gives_the_same(reference, tmp_path, how):
+    params = reference / "models" / "pi0_lora" / "params"
+    options = {option: value for option, value in how.items() if option != "name"}
+    write_arrays(tmp_path / "params", arrays_of(params), **options)
+    expected = open_checkpoint(params)
+    found = open_checkpoint(tmp_path, expected.config)
+    assert found.names()
+    for name in found.names():
+        assert torch.equal(found.tensor(name), expected.tensor(name)), name
+
+
+def test_bfloat16_arrays_stay_bfloat16(reference, tmp_path):
+    params = reference / "models" / "pi0" / "params"
+    write_arrays(tmp_path / "params", arrays_of(params), dtype=ts.bfloat16)
+    expected, found = open_checkpoint(params), open_checkpoint(tmp_path)
+    for name in expected.names():
+        assert found.entry(name).dtype == torch.bfloat16
+        assert torch.equal(found.tensor(name), expected.tensor(name).bfloat16()), name
+    model = load_model(tmp_path)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_large_tables_are_read_in_blocks(reference, monkeypatch):
+    from piston.weights import orbax
+
+    params = reference / "models" / "pi0" / "params"
+    whole = open_checkpoint(params).tensor("vlm.embedding.weight")
+    monkeypatch.setattr(orbax, "_ROWS", 1000)  # bytes, of rows of 256
+    assert torch.equal(open_checkpoint(params).tensor("vlm.embedding.weight"), whole)
+
+
+def test_an_unknown_array_is_an_error_that_names_it(reference, tmp_path):
+    shutil.copytree(reference / "models" / "pi0" / "params", tmp_path / "params")
+    for path in (tmp_path / "params").rglob("*"):
+        path.chmod(0o755)
+    write_arrays(tmp_path / "params", {"params.critic.kernel.value": np.zeros((2, 2), np.float32)})
+    with pytest.raises(CheckpointError, match=r"1 unexpected:\s+critic/kernel \(2, 2\)"):
+        open_checkpoint(tmp_path)
+
+
+def test_every_missing_or_short_file_is_an_error(reference, reference_config, tmp_path):
+    """Whatever of the database is lost, no model is made; other than from files not needed."""
+    params = tmp_path / "params"
+    expected = load_model(reference / "models" / "pi0" / "params").state_dict()
+    shutil.copytree(reference / "models" / "pi0" / "params", params)
+    files = [p for p in params.rglob("*") if p.is_file() and "ocdbt" in str(p.relative_to(params))]
+    files += list((params / "d").iterdir())
+    assert len(files) > 5
+    needed = 0
+    for path in files:
+        path.parent.chmod(0o755)
+        path.chmod(0o644)
+        whole = path.read_bytes()
+        for damage in (None, whole[: len(whole) // 2], whole[:-1]):
+            path.unlink() if damage is None else path.write_bytes(damage)
+            try:
+                model = load_model(params, reference_config("pi0"))
+            except (CheckpointError, FileNotFoundError):
+                needed += 1
+            else:
+                assert all(torch.equal(v, expected[n]) for n, v in model.state_dict().items())
+            path.write_bytes(whole)
+    assert needed >= 6
+
+
+def test_without_tensorstore_the_extra_is_named(reference, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorstore", None)
+    with pytest.raises(ImportError, match=r"pip install 'piston\[jax-weights\]'"):
+        open_checkpoint(reference / "models" / "pi0" / "params")
+
+
+def test_reference_metadata_lists_what_is_found(reference):
+    """The trainer's own list of arrays and ours agree: nothing is overlooked."""
+    for name in MODELS:
+        params = reference / "models" / name / "params"
+        listed = json.loads((params / "_METADATA").read_text())["tree_metadata"]
+        assert len(listed) == len(arrays_of(params))
