@@ -13,6 +13,9 @@ from piston.cli.screen import fail, stdout_closed_early
 # verb → what it does, in the order in which people use them.
 VERBS = {
     "presets": "list the named configurations, or show one in full",
+    "data": "check a data set, or show what it holds",
+    "summary": "show what a model is made of, its mask and its memory",
+    "convert": "read a checkpoint of any known format and write ours",
     "verify": "replay reference cases and print every error",
 }
 
