@@ -92,6 +92,23 @@ def test_stored_dtypes_are_kept_and_asked_ones_are_given(tmp_path, tiny, tiny_st
         assert narrow[name].dtype == torch.float32  # as the models' precision policy has it
 
 
+def test_a_loaded_model_is_free_of_its_file(tmp_path, tiny, tiny_state):
+    """Training on it, saving over it and removing its folder touch only one of the two."""
+    state = tiny_state("pi0")
+    save_model(state, tiny["pi0"], tmp_path / "model")
+    model = load_model(tmp_path / "model")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    assert_same_state(load_model(tmp_path / "model"), state)
+    changed = {name: tensor + 1 for name, tensor in state.items()}
+    save_model(model, model.config, tmp_path / "model")
+    assert_same_state(model, changed)
+    assert_same_state(load_model(tmp_path / "model"), changed)
+    shutil.rmtree(tmp_path / "model")
+    assert_same_state(model, changed)
+
+
 def test_a_model_with_memory_is_filled_in_place_in_its_own_dtype(tmp_path, tiny, tiny_state):
     state = tiny_state("pi0")
     save_model(state, tiny["pi0"], tmp_path / "model")
@@ -198,7 +215,7 @@ def test_long_lists_are_cut_with_their_count(tmp_path, tiny, tiny_state):
     assert len(caught.value.missing) > 500
 
 
-def test_damaged_data_leaves_a_model_on_meta_untouched(tmp_path, tiny, tiny_state):
+def test_damaged_data_never_gives_half_a_model(tmp_path, tiny, tiny_state):
     save_model(tiny_state("pi0"), tiny["pi0"], tmp_path)
     content = bytearray((tmp_path / "model.safetensors").read_bytes())
     content[-3] ^= 1
@@ -207,6 +224,10 @@ def test_damaged_data_leaves_a_model_on_meta_untouched(tmp_path, tiny, tiny_stat
     with pytest.raises(CheckpointError, match="is damaged"):
         load_into(model, open_checkpoint(tmp_path))
     assert all(parameter.is_meta for parameter in model.parameters())
+    model = build_model(tiny["pi0"])
+    with pytest.raises(CheckpointError, match="is damaged"):
+        load_into(model, open_checkpoint(tmp_path))
+    assert all(parameter.isnan().all() for parameter in model.parameters())  # never half a model
 
 
 @pytest.mark.parametrize("on_meta", [True, False])

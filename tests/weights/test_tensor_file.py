@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from piston.weights import CheckpointError, tensor_file
-from piston.weights.tensor_file import DTYPES, TensorFile, TensorToWrite, write_tensor_file
+from piston.weights.tensor_file import DTYPES, TensorFile
+from piston.weights.tensor_writing import TensorToWrite, write_tensor_file
 
 
 def write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -70,7 +71,7 @@ def test_others_read_what_is_written_and_the_reverse(tmp_path_factory, described
 def test_reading_in_chunks_equals_reading_at_once(tmp_path, monkeypatch, chunk, dtype):
     tensor = torch.randn(7, 11)
     write(tmp_path / "file", {"a": tensor})
-    monkeypatch.setattr(tensor_file, "_CHUNK", chunk)
+    monkeypatch.setattr(tensor_file, "CHUNK", chunk)
     file = TensorFile(tmp_path / "file")
     assert torch.equal(read(file, "a", dtype), tensor.to(dtype))
     turned = torch.empty(11, 7, dtype=dtype).mT  # memory in another order
@@ -79,6 +80,29 @@ def test_reading_in_chunks_equals_reading_at_once(tmp_path, monkeypatch, chunk, 
     assert torch.equal(
         torch.cat([c.clone() for c in file.chunks("a")]).view(torch.float32), tensor.flatten()
     )
+
+
+def test_mapped_tensors_are_equal_and_private(small):
+    path, tensors = small
+    before = path.read_bytes()
+    file = TensorFile(path)
+    for name, tensor in tensors.items():
+        mapped = file.map(name)
+        assert torch.equal(mapped, tensor)
+        assert mapped.untyped_storage().nbytes() == tensor.nbytes  # its own, not the whole file
+        mapped.zero_()
+    assert path.read_bytes() == before
+    assert all(torch.equal(read(file, name), tensor) for name, tensor in tensors.items())
+
+
+def test_unaligned_tensors_are_not_mapped(tmp_path):
+    tensors = {"a": torch.ones(3, dtype=torch.bfloat16), "b": torch.arange(2.0), "c": torch.ones(0)}
+    write(tmp_path / "file", tensors)
+    file = TensorFile(tmp_path / "file")
+    assert torch.equal(file.map("a"), tensors["a"])
+    assert file.map("b") is None
+    assert file.map("c") is None
+    assert torch.equal(read(file, "b"), tensors["b"])
 
 
 def test_data_is_aligned_for_readers_that_map(small):
@@ -135,6 +159,8 @@ def test_damaged_data_is_found_when_it_is_read(small):
                 read(file, name)
             with pytest.raises(CheckpointError, match="is damaged"):
                 read(file, name, torch.float64)
+            with pytest.raises(CheckpointError, match="is damaged"):
+                file.map(name)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from piston.models.configs import Pi0Config
 from piston.models.variants import GemmaSize, VisionSize
 from piston.weights import expected_shapes
 from piston.weights.saving import _config_text
-from piston.weights.tensor_file import TensorToWrite, write_tensor_file
+from piston.weights.tensor_writing import TensorToWrite, write_tensor_file
 
 MIB = 2**20
 MANY_LAYERS = Pi0Config(

@@ -80,11 +80,11 @@ def test_what_could_not_be_loaded_is_not_written(tmp_path, tiny, tiny_state):
 
 
 def test_an_error_while_writing_leaves_the_old_model(tmp_path, tiny, tiny_state, monkeypatch):
-    from piston.weights import tensor_file
+    from piston.weights import tensor_writing
 
     save_model(tiny_state("pi0"), tiny["pi0"], tmp_path / "model")
     monkeypatch.setattr(
-        tensor_file.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "full"))
+        tensor_writing.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "full"))
     )
     with pytest.raises(OSError, match="full"):
         save_model(tiny_state("pi05"), tiny["pi05"], tmp_path / "model")
@@ -96,13 +96,13 @@ KILLED = """
 import sys, time
 from pathlib import Path
 import torch
-from piston.weights import load_model, save_model, tensor_file
+from piston.weights import load_model, save_model, tensor_writing
 
 folder, stop_after = sys.argv[1], int(sys.argv[2])
 model = load_model(folder)
 for parameter in model.parameters():
     parameter.data.zero_()
-count, write, replace = 0, tensor_file._write_tensor, Path.replace
+count, write, replace = 0, tensor_writing._write_tensor, Path.replace
 
 def wait():
     global count
@@ -121,7 +121,7 @@ def replace_and_wait(*args):
     wait()
     return result
 
-tensor_file._write_tensor, Path.replace = write_and_wait, replace_and_wait
+tensor_writing._write_tensor, Path.replace = write_and_wait, replace_and_wait
 save_model(model, model.config, folder)
 """
 

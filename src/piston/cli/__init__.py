@@ -14,8 +14,11 @@ from piston.cli.screen import fail, stdout_closed_early
 VERBS = {
     "presets": "list the named configurations, or show one in full",
     "data": "check a data set, or show what it holds",
+    "stats": "compute the normalisation statistics of a data set",
     "summary": "show what a model is made of, its mask and its memory",
     "convert": "read a checkpoint of any known format and write ours",
+    "bench": "measure what is fast on this machine",
+    "client": "measure the round trip to a policy server (client ping)",
     "verify": "replay reference cases and print every error",
 }
 

@@ -10,6 +10,7 @@ from piston.models.configs import ModelConfig, Pi0Config, Pi0FASTConfig
 from piston.models.flow import Pi0
 from piston.models.precision import cast_for_inference
 from piston.weights.errors import Shape
+from piston.weights.initial import WithoutFills
 
 
 def build_model(config: ModelConfig) -> Pi0 | Pi0FAST:
@@ -23,7 +24,7 @@ def build_model(config: ModelConfig) -> Pi0 | Pi0FAST:
 
 def build_on_meta(config: ModelConfig) -> Pi0 | Pi0FAST:
     """The same without memory: for its names and shapes, or to be filled by `load_into`."""
-    with torch.device("meta"):
+    with torch.device("meta"), WithoutFills():
         return build_model(config)
 
 

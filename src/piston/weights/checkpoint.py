@@ -73,7 +73,7 @@ class Checkpoint:
         return sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries)
 
     def __str__(self) -> str:
-        return f"the {self.format} checkpoint {self.path}"
+        return f"{self.path} ({self.format})"
 
 
 def open_checkpoint(location: str | Path, config: ModelConfig | None = None) -> Checkpoint:

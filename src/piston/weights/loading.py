@@ -1,16 +1,20 @@
 """Filling a model from a checkpoint: all of it or nothing.
 
-A model on the meta device gets its memory here, tensor by tensor, straight from the files: peak
-memory is the model. A model that has its memory already is filled in place, in its own dtypes.
+A model on the meta device gets its tensors here. On a CPU and in the stored dtype they are the
+mapped file itself, copied page by page only where training writes; else they are read one by one:
+either way peak memory is the model. So a model file in use may be replaced by renaming, as
+`save_model` does, but not be overwritten in place. A model that has its memory already is filled in
+place, in its own dtypes.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +28,8 @@ from piston.weights.errors import check_match
 from piston.weights.initial import initial_values
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _MAX_THREADS = 4  # reading is limited by memory bandwidth soon
 
@@ -59,19 +65,20 @@ def load_into(
 
     Patterns in `may_be_new` (`"*.lora_?"`) say what may be absent: it keeps the values that the
     model was constructed with. Anything else that is missing, extra or of another shape is one
-    error, raised before the model is touched. `dtype` and `device` are for models on meta.
+    error, raised before the model is touched. `dtype` and `device` are for models on meta. Should a
+    file turn out to be damaged while a model that has memory is filled, all of it becomes NaN.
     """
     expected = shapes_of(model)
     new = check_match(
         expected,
         checkpoint.shapes(),
         may_be_new=may_be_new,
-        what=f"{checkpoint} does not fit the model",
+        what=f"{checkpoint} does not fit the {model.config.family} model",
     )
     state = model.state_dict()
     empty = [name for name, tensor in state.items() if tensor.is_meta]
     if not empty:
-        _read_all(checkpoint, {name: state[name] for name in expected if name not in new})
+        _fill(checkpoint, {name: state[name] for name in expected if name not in new})
     elif len(empty) < len(state):
         raise ValueError(
             f"{len(empty)} of the model's {len(state)} tensors are on the meta device, the others "
@@ -93,22 +100,38 @@ def _materialize(
 ) -> None:
     stored = {name: checkpoint.entry(name).dtype for name in checkpoint.names()}
     held = stored if dtype is None else held_dtypes(model, dtype)
-    tensors = {
-        name: torch.empty(checkpoint.entry(name).shape, dtype=held[name], device=device)
-        for name in checkpoint.names()
-    }
-    _read_all(checkpoint, tensors)
+
+    def make(name: str) -> Tensor:
+        entry = checkpoint.entry(name)
+        if device.type == "cpu" and held[name] == entry.dtype:
+            mapped = entry.map()
+            if mapped is not None:
+                return mapped
+        tensor = torch.empty(entry.shape, dtype=held[name], device=device)
+        entry.read_into(tensor)
+        return tensor
+
+    tensors = dict(zip(checkpoint.names(), _for_each(checkpoint, checkpoint.names(), make)))
     for name, value in initial_values(lambda: build_model(model.config), new).items():
         tensors[name] = value.to(device=device, dtype=held.get(name, value.dtype))
     model.load_state_dict(tensors, strict=True, assign=True)  # only now: never half a model
 
 
-def _read_all(checkpoint: Checkpoint, destinations: Mapping[str, Tensor]) -> None:
+def _fill(checkpoint: Checkpoint, destinations: Mapping[str, Tensor]) -> None:
     def read(name: str) -> None:
         checkpoint.entry(name).read_into(destinations[name])
 
     names = [name for name in checkpoint.names() if name in destinations]
+    try:
+        _for_each(checkpoint, names, read)
+    except BaseException:
+        with torch.no_grad():
+            for tensor in destinations.values():
+                tensor.fill_(torch.nan)  # half old and half new, it would run and be wrong
+        raise
+
+
+def _for_each(checkpoint: Checkpoint, names: Sequence[str], work: Callable[[str], T]) -> list[T]:
     threads = min(_MAX_THREADS, os.cpu_count() or 1) if checkpoint.source.parallel else 1
     with torch.no_grad(), ThreadPoolExecutor(threads) as pool:
-        for _ in pool.map(read, names):
-            pass
+        return list(pool.map(work, names))

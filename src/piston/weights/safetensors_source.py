@@ -33,7 +33,8 @@ class _Located:
     @property
     def entry(self) -> Entry:
         info = self.file.tensors[self.name]
-        return Entry(info.shape, info.dtype, functools.partial(self.file.read_into, self.name))
+        read_into = functools.partial(self.file.read_into, self.name)
+        return Entry(info.shape, info.dtype, read_into, functools.partial(self.file.map, self.name))
 
 
 def read_safetensors(path: Path) -> Source:
@@ -65,7 +66,7 @@ def _foreign(located: Mapping[str, _Located], folder: Path) -> Source:
         name = "vlm.embedding.weight"
         embedding, head = located[translation.used[name]], located[translation.output_head]
         read_into = functools.partial(_read_tied, embedding, head)
-        entries[name] = dataclasses.replace(entries[name], read_into=read_into)
+        entries[name] = Entry(entries[name].shape, entries[name].dtype, read_into)
     unknown: dict[str, Shape] = {name: located[name].entry.shape for name in translation.unknown}
     return Source(
         translation.format,

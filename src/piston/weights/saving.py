@@ -29,7 +29,7 @@ from piston.weights.checkpoint import CONFIG, TENSORS, VERSION, Checkpoint, open
 from piston.weights.errors import check_match
 from piston.weights.safetensors_source import OWN_FORMAT
 from piston.weights.source import Entry
-from piston.weights.tensor_file import TensorToWrite, write_tensor_file
+from piston.weights.tensor_writing import TensorToWrite, write_tensor_file
 
 logger = logging.getLogger(__name__)
 

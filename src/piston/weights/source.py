@@ -23,6 +23,8 @@ class Entry:
     dtype: torch.dtype
     # Fills a tensor of this shape, on any device and of any dtype.
     read_into: Callable[[Tensor], None]
+    # The tensor itself without a copy, where the format allows it; the result may still be None.
+    map: Callable[[], Tensor | None] = lambda: None
 
     def read(self, dtype: torch.dtype | None = None) -> Tensor:
         tensor = torch.empty(self.shape, dtype=dtype or self.dtype)

@@ -4,20 +4,23 @@
     n bytes   JSON: {"name": {"dtype", "shape", "data_offsets": [begin, end]}, "__metadata__": …}
     the rest  the tensors' bytes, back to back
 
-Tensors are read straight into the memory they will live in: no mapping and no second copy. Files
-written here carry a CRC-32 per tensor in their metadata, so that damage to the data is found too.
+Tensors are used where they lie in the mapped file, or read straight into the memory they will live
+in: there is no second copy. Files written here carry a CRC-32 per tensor in their metadata, so that
+damage to the data is found too.
 Knows nothing of models or of what names mean.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
+import mmap
 import os
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -38,10 +41,9 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_CHUNK = 2**24  # bytes read or written at once: all the memory that a change of dtype needs
+CHUNK = 2**24  # bytes read or written at once: all that a change of dtype needs
 _MAX_HEADER = 100_000_000  # as the public readers have it
-_CHECKSUMS = "piston.crc32"
+CHECKSUMS = "piston.crc32"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,32 +91,57 @@ class TensorFile:
             destination.copy_(whole)
             return
         flat = destination.detach().view(-1)
-        per_chunk = _CHUNK // info.dtype.itemsize
+        per_chunk = CHUNK // info.dtype.itemsize
         buffer = flat if direct else torch.empty(min(per_chunk, flat.numel()), dtype=info.dtype)
         crc = 0
         for start in range(0, flat.numel(), per_chunk):
             stop = min(start + per_chunk, flat.numel())
             chunk = flat[start:stop] if direct else buffer[: stop - start]
-            view = _bytes_of(chunk)
+            view = bytes_of(chunk)
             self._fill(view, info.begin + start * info.dtype.itemsize, name)
             if info.crc32 is not None:
                 crc = zlib.crc32(view, crc)
             if not direct:
                 flat[start:stop].copy_(chunk)
-        if info.crc32 is not None and crc != info.crc32:
-            raise CheckpointError(
-                f"{name} in {self.path} is damaged: its checksum is {crc:08x}, written was "
-                f"{info.crc32:08x}. Fetch or write the file again."
-            )
+        if info.crc32 is not None:
+            self._check(name, crc)
+
+    def map(self, name: str) -> Tensor | None:
+        """The tensor where it lies in the file, without a copy; None where it lies unaligned.
+
+        Writing to it changes memory of this process only, never the file.
+        """
+        info = self.tensors[name]
+        count = math.prod(info.shape)
+        if info.begin % info.dtype.itemsize or not count:
+            return None
+        flat = torch.frombuffer(self._mapping, dtype=info.dtype, count=count, offset=info.begin)
+        if info.crc32 is not None:
+            self._check(name, zlib.crc32(bytes_of(flat)))
+        return flat.view(info.shape)
+
+    @functools.cached_property
+    def _mapping(self) -> mmap.mmap:
+        mapping = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_COPY)
+        if hasattr(mmap, "MADV_WILLNEED"):
+            mapping.madvise(mmap.MADV_WILLNEED)  # starts reading a file that is not in memory yet
+        return mapping
 
     def chunks(self, name: str) -> Iterator[Tensor]:
         """A tensor's bytes, a few at a time, in memory that each chunk takes over from the last."""
         info = self.tensors[name]
-        buffer = torch.empty(min(_CHUNK, info.end - info.begin), dtype=torch.uint8)
-        for start in range(info.begin, info.end, _CHUNK):
-            chunk = buffer[: min(_CHUNK, info.end - start)]
-            self._fill(_bytes_of(chunk), start, name)
+        buffer = torch.empty(min(CHUNK, info.end - info.begin), dtype=torch.uint8)
+        for start in range(info.begin, info.end, CHUNK):
+            chunk = buffer[: min(CHUNK, info.end - start)]
+            self._fill(bytes_of(chunk), start, name)
             yield chunk
+
+    def _check(self, name: str, crc: int) -> None:
+        if crc != self.tensors[name].crc32:
+            raise CheckpointError(
+                f"{name} in {self.path} is damaged: its checksum is {crc:08x}, written was "
+                f"{self.tensors[name].crc32:08x}. Fetch or write the file again."
+            )
 
     def _fill(self, view: memoryview, offset: int, name: str) -> None:
         done = 0
@@ -128,89 +155,7 @@ class TensorFile:
             done += count
 
 
-@dataclasses.dataclass(frozen=True)
-class TensorToWrite:
-    """What the file will hold, and who fills it when its turn comes."""
-
-    shape: Shape
-    dtype: torch.dtype
-    read: Callable[[], Tensor]
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> TensorToWrite:
-        return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor)
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-def write_tensor_file(
-    path: Path,
-    tensors: Mapping[str, TensorToWrite],
-    metadata: Mapping[str, str] | None = None,
-    progress: Callable[[str, int], None] | None = None,
-) -> None:
-    """Write tensor by tensor, holding one at a time; complete on the disk on return.
-
-    `progress` hears each name with its number of bytes. The header's checksums are known last, so
-    the header is written twice, with the same length.
-    """
-    checksums = dict.fromkeys(tensors, 0)
-    header = _make_header(tensors, metadata or {}, checksums)
-    with path.open("wb") as file:
-        file.write(header)
-        for name, tensor in tensors.items():
-            checksums[name] = _write_tensor(file, name, tensor)
-            if progress is not None:
-                progress(name, tensor.num_bytes)
-        file.seek(0)
-        file.write(_make_header(tensors, metadata or {}, checksums))
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _write_tensor(file: BinaryIO, name: str, expected: TensorToWrite) -> int:
-    tensor = expected.read().detach()
-    if tuple(tensor.shape) != expected.shape or tensor.dtype != expected.dtype:
-        raise ValueError(
-            f"{name} was announced as {expected.dtype} {expected.shape} and is {tensor.dtype} "
-            f"{tuple(tensor.shape)}."
-        )
-    flat = tensor.contiguous().view(-1)
-    per_chunk = _CHUNK // expected.dtype.itemsize
-    crc = 0
-    for start in range(0, flat.numel(), per_chunk):
-        view = _bytes_of(flat[start : start + per_chunk].cpu())
-        file.write(view)
-        crc = zlib.crc32(view, crc)
-    return crc
-
-
-def _make_header(
-    tensors: Mapping[str, TensorToWrite],
-    metadata: Mapping[str, str],
-    checksums: Mapping[str, int],
-) -> bytes:
-    checks = " ".join(f"{checksums[name]:08x}" for name in tensors)  # in the order of the file
-    header: dict[str, Any] = {"__metadata__": {**metadata, _CHECKSUMS: checks}}
-    offset = 0
-    for name, tensor in tensors.items():
-        if tensor.dtype not in _NAMES:
-            raise ValueError(f"{name} is {tensor.dtype}, which safetensors files do not hold here.")
-        end = offset + tensor.num_bytes
-        header[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % 64)  # aligned data, for readers that map the file
-    return len(text).to_bytes(8, "little") + text
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
     return tensor.view(torch.uint8).numpy().data
 
 
@@ -278,10 +223,10 @@ def _check_layout(tensors: Mapping[str, TensorInfo], data_start: int, size: int)
 def _with_checksums(
     tensors: dict[str, TensorInfo], metadata: Mapping[str, str]
 ) -> dict[str, TensorInfo]:
-    if _CHECKSUMS not in metadata:
+    if CHECKSUMS not in metadata:
         return tensors
     try:
-        checksums = [int(word, 16) for word in metadata[_CHECKSUMS].split()]
+        checksums = [int(word, 16) for word in metadata[CHECKSUMS].split()]
         pairs = zip(tensors.items(), checksums, strict=True)
         return {name: dataclasses.replace(info, crc32=crc) for (name, info), crc in pairs}
     except ValueError as error:

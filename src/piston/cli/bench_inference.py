@@ -1,0 +1,208 @@
+"""`piston bench inference`: how fast a full-size model gives a chunk, and how near to the limit.
+
+The limit is the machine's own: the arithmetic that the chunk needs, at the rate of a large matrix
+product measured in the same run. Weights are random; they change neither.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import tyro
+from rich.table import Table
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode, mm_flop
+
+from piston import weights
+from piston.cli.screen import console
+from piston.inference.quantization import quantize_for_inference
+from piston.models.configs import Pi0Config
+from piston.models.flow import Pi0
+from piston.models.precision import cast_for_inference
+from piston.observation import Observation
+
+Held = Literal["float32", "bfloat16", "int8"]
+Computed = Literal["float32", "bfloat16"]
+_FAMILIES = {"pi0": Pi0Config(), "pi05": Pi0Config(pi05=True)}
+
+
+def run(args: list[str]) -> int:
+    tyro.cli(_bench, args=args, prog="piston bench inference")
+    return 0
+
+
+def _bench(
+    model: Annotated[Literal["pi0", "pi05"], tyro.conf.Positional],
+    dtype: Held = "bfloat16",
+    compute: Computed | None = None,
+    cameras: int = 2,
+    prompt_tokens: int = 12,
+    num_steps: int = 10,
+    repeats: int = 3,
+    file: bool = False,
+) -> None:
+    """Measure one chunk of a full-size model with random weights.
+
+    Args:
+        model: The family.
+        dtype: What the weights are held in.
+        compute: What activations are computed in; by default the same (float32 for int8).
+        cameras: How many of the three camera slots are present.
+        prompt_tokens: Words in the prompt.
+        num_steps: Denoising steps.
+        repeats: Chunks that are timed; the median is shown.
+        file: Write the weights to a file first, and time from there to the first action.
+    """
+    computed: Computed = compute or ("bfloat16" if dtype == "bfloat16" else "float32")
+    config = dataclasses.replace(_FAMILIES[model], dtype=computed)
+    observation = make_observation(config, cameras, prompt_tokens)
+    if file:
+        network, first_action = _load_from_file(config, dtype, observation, num_steps)
+    else:
+        network, first_action = random_model(config, dtype), None
+    timing = measure(network, observation, num_steps, repeats)
+    rate = matmul_rate(dtype, computed)
+    rows = [
+        ("seconds per chunk", f"{timing.chunk:.2f}"),
+        ("    vision", f"{timing.vision:.2f}"),
+        ("    prefill", f"{timing.prefill:.2f}"),
+        ("    denoising", f"{timing.denoising:.2f}"),
+        ("arithmetic needed", f"{timing.operations / 1e12:.2f} TFLOP"),
+        ("large matrix product on this machine", f"{rate / 1e9:.0f} GFLOP/s"),
+        ("share of that rate (1.0 is the limit)", f"{timing.operations / rate / timing.chunk:.2f}"),
+        ("peak memory of this process", f"{_peak_memory() / 1e9:.2f} GB"),
+    ]
+    if first_action is not None:
+        rows.append(
+            ("from the file (in the page cache) to the first action", f"{first_action:.1f} s")
+        )
+    title = (
+        f"{config.family}, held in {dtype}, computed in {computed}, {cameras} of "
+        f"{len(config.cameras)} cameras, {prompt_tokens} prompt tokens, {num_steps} steps, "
+        f"{torch.get_num_threads()} threads"
+    )
+    table = Table(title=title, title_justify="left", show_header=False)
+    for row in rows:
+        table.add_row(*row)
+    console().print(table)
+
+
+def random_model(config: Pi0Config, dtype: Held) -> Pi0:
+    """Filled from one block of random numbers: drawing three billion takes longer than a chunk."""
+    model = weights.build_on_meta(config)
+    assert isinstance(model, Pi0)
+    if dtype != "float32":
+        cast_for_inference(model, torch.bfloat16)
+    block = torch.randn(2**22) * 0.02
+    state = {name: _tiled(block, tensor) for name, tensor in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    if dtype == "int8":
+        quantize_for_inference(model)
+    return model.eval()
+
+
+def _tiled(block: Tensor, like: Tensor) -> Tensor:
+    filled = torch.empty(like.shape, dtype=like.dtype)
+    flat = filled.view(-1)
+    for start in range(0, flat.numel(), block.numel()):
+        part = flat[start : start + block.numel()]
+        part.copy_(block[: part.numel()])
+    return filled
+
+
+def make_observation(config: Pi0Config, cameras: int, prompt_tokens: int) -> Observation:
+    if not 0 <= cameras <= len(config.cameras) or not 1 <= prompt_tokens <= config.prompt_length:
+        raise ValueError(
+            f"The model has {len(config.cameras)} cameras and {config.prompt_length} prompt "
+            f"tokens; asked for {cameras} and {prompt_tokens}."
+        )
+    pixels = config.image_size
+    image = torch.randint(0, 256, (1, pixels, pixels, 3), dtype=torch.uint8)
+    places = torch.arange(config.prompt_length)[None]
+    return Observation(
+        images=dict.fromkeys(config.cameras, image),
+        image_masks={
+            camera: torch.tensor([index < cameras]) for index, camera in enumerate(config.cameras)
+        },
+        state=torch.zeros(1, config.action_dim),
+        tokenized_prompt=places + 2,
+        tokenized_prompt_mask=places < prompt_tokens,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Seconds of one chunk and of its parts, and the arithmetic in it."""
+
+    chunk: float
+    vision: float
+    prefill: float
+    denoising: float
+    operations: int
+
+
+@torch.no_grad()
+def measure(model: Pi0, observation: Observation, num_steps: int, repeats: int) -> Timing:
+    noise = torch.randn(1, model.config.action_horizon, model.config.action_dim)
+    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._int_mm: mm_flop})
+    with counter:  # the warm-up as well
+        model.sample_actions(observation, noise, num_steps)
+    chunk = _median(lambda: model.sample_actions(observation, noise, num_steps), repeats)
+    embed = _median(lambda: model.embed_prefix(observation), repeats)
+    prefix = _median(lambda: model.prefill(observation), repeats)
+    return Timing(chunk, embed, prefix - embed, chunk - prefix, counter.get_total_flops())
+
+
+def matmul_rate(dtype: Held, computed: Computed) -> float:
+    """Operations per second of the best of several large products, as the model would run them."""
+    rates = []
+    for rows, inner, columns in ((512, 2048, 16384), (512, 16384, 2048), (2048, 2048, 2048)):
+        if dtype == "int8":
+            a = torch.randint(-127, 128, (rows, inner), dtype=torch.int8)
+            b = torch.randint(-127, 128, (columns, inner), dtype=torch.int8).t()
+            product = torch._int_mm
+        else:
+            held = getattr(torch, computed)
+            a, b = torch.randn(rows, inner).to(held), torch.randn(columns, inner).to(held).t()
+            product = torch.mm
+        seconds = min(_seconds(lambda: product(a, b)) for _ in range(8))  # noqa: B023
+        rates.append(2 * rows * inner * columns / seconds)
+    return max(rates)
+
+
+def _load_from_file(
+    config: Pi0Config, dtype: Held, observation: Observation, num_steps: int
+) -> tuple[Pi0, float]:
+    """Seconds from a file that was just written, so that it is in the page cache."""
+    stored = "float32" if dtype == "float32" else "bfloat16"
+    with tempfile.TemporaryDirectory() as folder:
+        weights.save_model(random_model(config, stored), config, Path(folder) / "model")
+        started = time.perf_counter()
+        model = weights.load_model(Path(folder) / "model")
+        assert isinstance(model, Pi0)
+        if dtype == "int8":
+            quantize_for_inference(model)
+        model.eval().sample_actions(observation, num_steps=num_steps)
+        return model, time.perf_counter() - started
+
+
+def _median(call: Callable[[], object], repeats: int) -> float:
+    return statistics.median(_seconds(call) for _ in range(repeats))
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def _peak_memory() -> int:
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,0 +1,131 @@
+"""`piston client ping HOST`: how long a policy server takes to answer, and how much is overhead."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.table import Table
+
+from piston import presets
+from piston.cli.screen import console, fail
+from piston.client import Client, Percentiles, ServerError
+from piston.config import TrainConfig
+from piston.robots.aloha import make_aloha_example
+from piston.robots.droid import make_droid_example
+from piston.robots.libero import make_libero_example
+from piston.robots.ur5 import make_ur5_example
+from piston.transforms.base import Data
+
+# The robot of a preset → a random observation of it.
+EXAMPLES: Mapping[str, Callable[[], Data]] = {
+    "ALOHA": make_aloha_example,
+    "DROID": make_droid_example,
+    "LIBERO": make_libero_example,
+    "UR5": make_ur5_example,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Ping:
+    """Ask a policy server many times with a random observation; print round-trip percentiles."""
+
+    # Name, address, or a whole ws:// or wss:// location.
+    host: Annotated[str, tyro.conf.Positional] = "127.0.0.1"
+    # The server's; 8000 where the host names none.
+    port: int | None = None
+    # Whose robot's observations to send: what the server was started with.
+    preset: str = "pi0_aloha"
+    # Requests to measure, after `warm_up` that are not.
+    count: int = 100
+    warm_up: int = 3
+    # Seconds to wait for a reply, and for the server to come up.
+    timeout: float = 30.0
+    connect_timeout: float = 10.0
+    api_key: str | None = None
+    # The certificate of the authority that signed the server's, for wss://.
+    ca_file: Path | None = None
+
+
+def run(args: list[str]) -> int:
+    if not args or args[0] in ("-h", "--help"):
+        print("usage: piston client ping HOST …\n\n  ping  measure round trips to a policy server")
+        return 0
+    if args[0] != "ping":
+        raise ValueError(f"`piston client` has no {args[0]!r}; it has `piston client ping HOST`.")
+    settings = tyro.cli(Ping, args=args[1:], prog="piston client ping")
+    try:
+        return ping(settings)
+    except ServerError as error:
+        return fail(f"The server refused an observation of {settings.preset}: {error}")
+
+
+def ping(settings: Ping) -> int:
+    if settings.count < 1:
+        raise ValueError(f"--count is 1 or more; found {settings.count}.")
+    observation = example_of(presets.get(settings.preset))
+    client = Client(
+        settings.host,
+        settings.port,
+        api_key=settings.api_key,
+        timeout=settings.timeout,
+        connect_timeout=settings.connect_timeout,
+        ca_file=settings.ca_file,
+    )
+    with client:
+        about = client.metadata.get("piston")
+        kind = f"Piston {about['version']}" if isinstance(about, Mapping) else "openpi's protocol"
+        screen = console()
+        screen.print(f"{client.uri} ({kind}), {settings.count} observations of {settings.preset}")
+        for _ in range(settings.warm_up):
+            client.infer(observation)
+        screen.print(_table([_measure(client, observation) for _ in range(settings.count)]))
+    return 0
+
+
+def example_of(preset: TrainConfig) -> Data:
+    """A random observation in the keys of the preset's robot."""
+    if preset.data.robot not in EXAMPLES:
+        usable = [name for name in presets.names() if presets.get(name).data.robot in EXAMPLES]
+        raise ValueError(
+            f"The preset {preset.name!r} has no robot of which to make an observation "
+            f"({preset.data.robot}). Choose one of {', '.join(usable)}."
+        )
+    return EXAMPLES[preset.data.robot]()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Trip:
+    """Seconds."""
+
+    total: float
+    # What the server says it took; None where it does not say.
+    inference: float | None
+
+
+def _measure(client: Client, observation: Mapping[str, Any]) -> _Trip:
+    begin = time.perf_counter()
+    reply = client.infer(observation)
+    total = time.perf_counter() - begin
+    timing = reply.get("server_timing")
+    milliseconds = timing.get("infer_ms") if isinstance(timing, Mapping) else None
+    return _Trip(total, None if milliseconds is None else milliseconds / 1e3)
+
+
+def _table(trips: list[_Trip]) -> Table:
+    table = Table("milliseconds", "median", "90 %", "99 %", "worst")
+    rows = {"round trip": [trip.total for trip in trips]}
+    inferences = [trip.inference for trip in trips if trip.inference is not None]
+    if len(inferences) == len(trips):
+        rows["inference, by the server's clock"] = inferences
+        pairs = zip(trips, inferences)
+        rows["everything else"] = [trip.total - inference for trip, inference in pairs]
+    for name, seconds in rows.items():
+        found = Percentiles.of(seconds)
+        values = (found.p50, found.p90, found.p99, found.worst)
+        table.add_row(name, *(f"{value:.2f}" for value in values))
+    return table

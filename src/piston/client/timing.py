@@ -1,0 +1,167 @@
+"""Keeping a control rate, and saying afterwards how well it was kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+
+EndedBy = Literal["done", "max_steps", "stopped", "interrupted", "held", "error"]
+
+
+class Pacer:
+    """Steps begin at `start + n · period`, never later for having been late before: no drift.
+
+    A step that takes too long is an overrun. The next one begins at once and is shorter; steps
+    whose whole time has passed are skipped, not made up for in a burst.
+    """
+
+    def __init__(
+        self, period: float, *, clock: Callable[[], float] = time.monotonic, start: float
+    ) -> None:
+        self._period = period
+        self._clock = clock
+        self._start = start
+        self._index = 0
+        self._num_skipped = 0
+
+    @property
+    def begin(self) -> float:
+        """When the current step is due to begin."""
+        return self._start + self._index * self._period
+
+    @property
+    def deadline(self) -> float:
+        """When the current step is due to end."""
+        return self._start + (self._index + 1) * self._period
+
+    def advance(self) -> float:
+        """Go on to the next step; by how many seconds this one has overrun (0 if it has not)."""
+        self._index += 1
+        overrun = self._clock() - self.begin
+        if overrun > self._period:
+            missed = math.floor(overrun / self._period)
+            self._index += missed
+            self._num_skipped += missed
+        return max(0.0, overrun)
+
+    def take_skipped(self) -> int:
+        """Steps left out since the last time this was asked."""
+        skipped, self._num_skipped = self._num_skipped, 0
+        return skipped
+
+
+@dataclasses.dataclass(frozen=True)
+class Percentiles:
+    """How long something took, in milliseconds."""
+
+    p50: float
+    p90: float
+    p99: float
+    worst: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Percentiles:
+        if not seconds:
+            return cls(*[math.nan] * 4)
+        milliseconds = 1e3 * np.asarray(seconds)
+        return cls(*map(float, np.percentile(milliseconds, [50, 90, 99, 100])))
+
+    def __str__(self) -> str:
+        return (
+            f"median {self.p50:.2f} ms, 90 % {self.p90:.2f} ms, 99 % {self.p99:.2f} ms, "
+            f"worst {self.worst:.2f} ms"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """What a run was like."""
+
+    ended_by: EndedBy
+    num_episodes: int
+    num_steps: int
+    # From the first step to the last, without resets.
+    seconds: float
+    # Steps that took longer than a period, by how much at worst, and steps left out for it.
+    num_overruns: int
+    worst_overrun: float
+    num_skipped: int
+    # Steps without an answer of their own, and the longest time on end.
+    num_held: int
+    longest_hold: float
+    # The agent's answers, and whole steps.
+    agent: Percentiles
+    step: Percentiles
+    # The last one that made the robot hold.
+    last_error: Exception | None = None
+
+    @property
+    def achieved_hz(self) -> float:
+        return self.num_steps / self.seconds if self.seconds > 0 else math.nan
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.num_steps} steps in {self.num_episodes} episodes at {self.achieved_hz:.1f} Hz; "
+            f"ended by: {self.ended_by}",
+            f"overruns: {self.num_overruns} (worst {1e3 * self.worst_overrun:.1f} ms), "
+            f"{self.num_skipped} steps left out",
+            f"held: {self.num_held} steps (longest {self.longest_hold:.2f} s)",
+            f"agent: {self.agent}",
+            f"step: {self.step}",
+        ]
+        return "\n".join(lines)
+
+
+@dataclasses.dataclass
+class Record:
+    """What is counted while a run goes on; times in seconds."""
+
+    num_episodes: int = 0
+    num_overruns: int = 0
+    worst_overrun: float = 0.0
+    num_skipped: int = 0
+    num_held: int = 0
+    longest_hold: float = 0.0
+    last_error: Exception | None = None
+    agent_seconds: list[float] = dataclasses.field(default_factory=list)
+    step_seconds: list[float] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0
+    episode_begin: float | None = None
+
+    def begin_episode(self, now: float) -> None:
+        self.episode_begin = now
+
+    def end_episode(self) -> None:
+        self.num_episodes += 1
+        if self.episode_begin is not None:
+            self.seconds += time.monotonic() - self.episode_begin
+        self.episode_begin = None
+
+    def add_step(self, begin: float) -> None:
+        self.step_seconds.append(time.monotonic() - begin)
+
+    def add_overrun(self, seconds: float, num_skipped: int) -> None:
+        self.num_overruns += 1
+        self.worst_overrun = max(self.worst_overrun, seconds)
+        self.num_skipped += num_skipped
+
+    def summary(self, ended_by: EndedBy) -> Summary:
+        return Summary(
+            ended_by=ended_by,
+            num_episodes=self.num_episodes,
+            num_steps=len(self.step_seconds),
+            seconds=self.seconds,
+            num_overruns=self.num_overruns,
+            worst_overrun=self.worst_overrun,
+            num_skipped=self.num_skipped,
+            num_held=self.num_held,
+            longest_hold=self.longest_hold,
+            agent=Percentiles.of(self.agent_seconds),
+            step=Percentiles.of(self.step_seconds),
+            last_error=self.last_error,
+        )

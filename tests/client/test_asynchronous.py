@@ -1,0 +1,300 @@
+"""Asking while moving: which action at which step, with the answers let through by the test."""
+
+import functools
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from piston.client import AsyncChunkBroker, ChunkExhausted, ConnectionLost, RealTimeBroker
+
+
+class Script:
+    """A broker over a gated policy: the test says between which steps an answer arrives."""
+
+    def __init__(self, policy, broker):
+        self.policy, self.broker = policy, broker
+        self.step = 0
+        # The first answer of an episode is waited for.
+        policy.gate = threading.Semaphore(1)
+
+    def steps(self, count):
+        return [self.one()["actions"][0] for _ in range(count)]
+
+    def one(self):
+        self.step += 1
+        return self.broker.infer({"n": self.step - 1})
+
+    def answer(self):
+        """Let the request under way finish, and wait until the broker can see it."""
+        self.policy.gate.release()
+        future = self.broker._request.answer
+        wait_until(future.done)
+
+    def asked(self, number):
+        """The request with this number, once the policy has it; none has come after it."""
+        wait_until(lambda: len(self.policy.observations) > number)
+        assert len(self.policy.observations) == number + 1
+        return self.policy.observations[number]
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def script_of(make_policy):
+    scripts = []
+
+    def make(kind, horizon, execute_horizon, **options):
+        policy = make_policy(horizon)
+        scripts.append(Script(policy, kind(policy, execute_horizon, **options)))
+        return scripts[-1]
+
+    yield make
+    for script in scripts:
+        script.policy.gate.release(100)
+
+
+@pytest.fixture(params=[AsyncChunkBroker, RealTimeBroker])
+def make_script(script_of, request):
+    def make(horizon=8, execute_horizon=3, **options):
+        return script_of(request.param, horizon, execute_horizon, **options)
+
+    return make
+
+
+def test_skips_the_steps_that_passed_meanwhile(make_script):
+    script = make_script(horizon=8, execute_horizon=3)
+    # Asked at step 3 with step 3's observation; the answer comes before step 6.
+    assert script.steps(6) == [0, 1, 2, 3, 4, 5]
+    assert script.asked(1)["n"] == 3
+    script.answer()
+    assert script.steps(1) == [103]
+    # Three of the new chunk are past already, so the next is asked for right then (step 6).
+    assert script.asked(2)["n"] == 6
+    assert script.steps(1) == [104]
+    script.answer()
+    assert script.steps(2) == [202, 203]
+    assert script.broker.num_held == 0
+
+
+def test_an_answer_within_the_step_is_used_at_the_next(make_script):
+    script = make_script(horizon=4, execute_horizon=1)
+    assert script.steps(2) == [0, 1]
+    for chunk in range(1, 6):
+        script.answer()
+        assert script.steps(1) == [100 * chunk + 1]
+
+
+def test_half_of_the_chunk_by_default(make_script):
+    script = make_script(horizon=8, execute_horizon=None)
+    script.steps(4)
+    assert script.asked(0)["n"] == 0
+    script.steps(1)
+    assert script.asked(1)["n"] == 4
+
+
+def test_a_late_chunk_holds_the_last_action_and_the_plan_waits_with_the_robot(make_script):
+    script = make_script(horizon=4, execute_horizon=2)
+    assert script.steps(4) == [0, 1, 2, 3]
+    held = [script.one() for _ in range(3)]
+    assert [result["actions"][0] for result in held] == [3, 3, 3]
+    assert all(result["held"] for result in held)
+    assert script.broker.num_held == 3
+    script.answer()
+    # Asked at step 2; steps 2 and 3 were executed since, the held ones were not.
+    result = script.one()
+    assert result["actions"][0] == 102
+    assert "held" not in result
+
+
+def test_a_late_chunk_may_raise_instead(make_script):
+    script = make_script(horizon=2, execute_horizon=1, when_exhausted="raise")
+    assert script.steps(2) == [0, 1]
+    for _ in range(2):
+        with pytest.raises(ChunkExhausted, match="2 actions"):
+            script.one()
+    assert script.broker.num_held == 2
+    script.answer()
+    assert script.steps(1) == [101]
+
+
+def test_a_mistake_surfaces_at_the_next_call(make_script):
+    script = make_script(horizon=8, execute_horizon=2)
+    script.steps(3)
+    script.policy.error = RuntimeError("wrong shape")
+    script.answer()
+    with pytest.raises(RuntimeError, match="wrong shape"):
+        script.one()
+    # The plan goes on, and the policy is asked again.
+    script.policy.error = None
+    assert script.steps(1) == [3]
+    script.answer()
+    assert script.steps(1) == [201]
+
+
+def test_an_outage_is_borne_while_actions_last(make_script):
+    script = make_script(horizon=5, execute_horizon=2)
+    assert script.steps(3) == [0, 1, 2]
+    script.policy.error = ConnectionLost("server away")
+    script.answer()
+    assert script.steps(1) == [3]  # and asks again
+    script.answer()
+    assert script.steps(1) == [4]
+    script.answer()
+    with pytest.raises(ConnectionLost):
+        script.one()
+    assert script.broker.num_failures == 3
+    script.policy.error = None
+    assert script.one()["held"]  # asked again, with nothing left
+    script.answer()
+    assert script.steps(1) == [400]
+
+
+def test_nan_is_not_executed(make_script):
+    script = make_script(horizon=8, execute_horizon=2)
+    script.steps(3)
+    script.policy.bias = np.nan
+    script.answer()
+    with pytest.raises(ValueError, match="finite"):
+        script.one()
+
+
+def test_reset_forgets_the_chunk_and_the_request(make_script):
+    script = make_script(horizon=8, execute_horizon=2)
+    script.steps(3)
+    script.asked(1)  # under way
+    script.policy.gate.release(2)
+    script.broker.reset()
+    assert script.policy.num_resets == 1
+    # The answer to the old episode's request (chunk 1) is not used.
+    assert script.steps(1) == [200]
+
+
+def test_the_first_answer_s_error_is_raised_and_the_next_call_asks_again(make_script):
+    script = make_script()
+    script.policy.error = ConnectionLost("not yet")
+    with pytest.raises(ConnectionLost):
+        script.one()
+    script.policy.error = None
+    script.policy.gate.release()
+    assert script.steps(1) == [100]
+
+
+def test_observations_are_copied_before_the_robot_uses_its_buffers_again(make_policy):
+    policy = make_policy(horizon=4)
+    script = Script(policy, AsyncChunkBroker(policy, 1))
+    state = np.zeros(2)
+    script.broker.infer({"robot": {"state": state}})
+    state[:] = 1
+    script.broker.infer({"robot": {"state": state}})
+    state[:] = 2
+    script.answer()
+    np.testing.assert_array_equal(policy.observations[1]["robot"]["state"], [1, 1])
+
+
+def test_with_real_delays_every_step_is_on_the_line():
+    """A policy that takes 20 ms at 5 ms per step: time goes on without gaps or repetitions."""
+
+    class Clock:
+        """Chunk for step n: the actions n, n+1, …; so what is executed must count up."""
+
+        def infer(self, observation):
+            time.sleep(0.02)
+            return {"actions": observation["n"] + np.arange(200.0)[:, np.newaxis]}
+
+    broker = AsyncChunkBroker(Clock(), 1)
+    found = []
+    for n in range(60):
+        found.append(broker.infer({"n": n})["actions"][0])
+        time.sleep(0.005)
+    assert found == list(range(60))
+    assert broker.num_held == 0
+
+
+def test_settings_that_make_no_sense(make_policy):
+    with pytest.raises(ValueError, match="hold"):
+        AsyncChunkBroker(make_policy(), when_exhausted="wait")
+    broker = AsyncChunkBroker(make_policy(8), 9)
+    broker.infer({})
+    with pytest.raises(ValueError, match="chunks have 8 steps"):
+        broker.infer({})
+    with pytest.raises(ValueError, match="delay_window"):
+        RealTimeBroker(make_policy(), delay_window=0)
+    with pytest.raises(ValueError, match="delay_quantile"):
+        RealTimeBroker(make_policy(), delay_quantile=95)
+
+
+class TestRealTime:
+    @pytest.fixture
+    def make(self, script_of):
+        return functools.partial(script_of, RealTimeBroker)
+
+    def test_what_a_request_carries(self, make):
+        script = make(10, 3, initial_delay=2)
+        script.steps(4)
+        rtc = script.asked(1)["rtc"]
+        assert "rtc" not in script.policy.observations[0]
+        # At step 3: actions 3…9 of chunk 0 are ahead, 3 begins with this step.
+        np.testing.assert_array_equal(rtc["previous_chunk"][:, 0], np.arange(3, 10))
+        assert (rtc["delay"], rtc["execute_horizon"]) == (2, 3)
+
+    def test_the_delay_is_the_largest_of_the_last_ones(self, make):
+        script = make(horizon=20, execute_horizon=1, delay_window=3)
+        script.steps(2)  # asks at step 1
+        # Not measured yet: all that is ahead counts as committed.
+        assert script.asked(1)["rtc"]["delay"] == 19
+        sent = []
+        for number, delay in enumerate((4, 1, 2, 1, 1), start=2):
+            script.steps(delay - 1)
+            script.answer()
+            script.steps(1)  # takes the answer, asks for the next
+            sent.append(script.asked(number)["rtc"]["delay"])
+        assert sent == [4, 4, 4, 2, 2]
+        assert script.broker.delay == 2
+
+    def test_a_quantile_of_the_delays(self, make_policy):
+        broker = RealTimeBroker(make_policy(), delay_quantile=0.5)
+        assert broker.delay is None
+        broker._delays.extend([1, 9, 2, 3])
+        assert broker.delay == 2
+
+    def test_the_delay_is_never_more_than_what_is_ahead(self, make):
+        script = make(horizon=5, execute_horizon=3, initial_delay=40)
+        script.steps(4)
+        assert script.asked(1)["rtc"]["delay"] == 2
+
+    def test_with_nothing_ahead_it_is_an_ordinary_request(self, make):
+        script = make(horizon=2, execute_horizon=2)
+        script.steps(2)
+        assert script.one()["held"]
+        assert "rtc" not in script.asked(1)
+
+    def test_chunks_join_when_the_policy_keeps_the_promise(self):
+        """A policy that repeats the committed part: the executed actions have no seam."""
+
+        class Continues:
+            def infer(self, observation):
+                actions = np.full((12, 1), 100.0 * observation["n"])
+                if "rtc" in observation:
+                    delay = observation["rtc"]["delay"]
+                    ahead = observation["rtc"]["previous_chunk"]
+                    actions[:delay] = ahead[:delay]
+                    actions[delay:] = ahead[delay - 1] + np.arange(1, 13 - delay)[:, np.newaxis]
+                else:
+                    actions[:] = np.arange(12)[:, np.newaxis]
+                time.sleep(0.02)
+                return {"actions": actions}
+
+        broker = RealTimeBroker(Continues(), 2)
+        found = []
+        for n in range(60):
+            found.append(broker.infer({"n": n})["actions"][0])
+            time.sleep(0.01)
+        assert np.abs(np.diff(found)).max() <= 1
+        assert found[-1] > 12  # several chunks were needed for that
