@@ -34,7 +34,11 @@ from piston.transforms.prompts import (
     TokenizePrompt,
 )
 
+# The section of a checkpoint's config.json that makes it self-contained.
+TRAIN_SECTION = "train"
+
 Tracker = Literal["tensorboard", "wandb"]
+Sharding = Literal["none", "ddp", "fsdp"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,6 +227,19 @@ def make_text_tokenizer(model_config: ModelConfig) -> TextTokenizer:
     return BytesTokenizer() if model_config.tokenizer == "bytes" else PaligemmaTokenizer()
 
 
+_AT_LEAST_ONE = (
+    "batch_size",
+    "num_train_steps",
+    "log_interval",
+    "save_interval",
+    "keep_last",
+    "noise_draws",
+    "gradient_accumulation",
+    "validation_interval",
+    "max_skipped_steps",
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """One run: what is trained, on what, how, and where it is kept."""
@@ -247,6 +264,28 @@ class TrainConfig:
     optimizer: AdamW = AdamW()
     # Decay of the running mean of the weights, which is what gets served; None: no mean.
     ema_decay: float | None = 0.99
+    # Draws of noise and time that share one pass over images and prompt.
+    noise_draws: int = 1
+    # Parts into which each process cuts its share of a batch, to need less memory.
+    gradient_accumulation: int = 1
+    # Compute activations again in the backward pass instead of keeping them.
+    gradient_checkpointing: bool = False
+    # Compile the loss with torch.compile.
+    compile: bool = False
+    # How several processes (torchrun) share the work: ddp copies the model, fsdp cuts it up.
+    sharding: Sharding = "none"
+    # Leave steps beyond the end of an episode out of the loss.
+    mask_padded_steps: bool = False
+    # Leave action dimensions that the robot does not have out of the loss.
+    mask_padded_dims: bool = False
+    # Episodes held out of training to validate on; 0: none.
+    validation_episodes: int = 0
+    # Steps between validations.
+    validation_interval: int = 1_000
+    # Stop after this many steps in a row whose loss or gradient is not finite.
+    max_skipped_steps: int = 10
+    # Decode and resize all frames once, into a file that later runs use too.
+    cache_frames: bool = False
     # Seed of everything random in the run.
     seed: int = 42
     # Samples per step, over all processes.
@@ -259,8 +298,10 @@ class TrainConfig:
     log_interval: int = 100
     # Steps between checkpoints.
     save_interval: int = 1_000
-    # Checkpoints at multiples of this are kept for good; None: only the newest is kept.
+    # Checkpoints at multiples of this are kept for good; None: none of them.
     keep_period: int | None = 5_000
+    # The newest checkpoints, as many as this, are kept besides.
+    keep_last: int = 1
     # Delete a run of the same name and begin again.
     overwrite: bool = False
     # Go on with the run of the same name from its newest checkpoint.
@@ -292,16 +333,34 @@ class TrainConfig:
                 + " ".join(f"'{name}.*'" for name in adapted)
                 + " '!*lora*', or choose a size without LoRA."
             )
-        for name in ("batch_size", "num_train_steps", "log_interval", "save_interval"):
+        for name in _AT_LEAST_ONE:
             _require_at_least(1, name, getattr(self, name))
-        _require_at_least(0, "num_workers", self.num_workers)
-        _require_at_least(0, "seed", self.seed)
+        for name in ("num_workers", "seed", "validation_episodes"):
+            _require_at_least(0, name, getattr(self, name))
+        self._check_flow_options()
         if self.keep_period is not None:
             _require_at_least(1, "keep_period", self.keep_period)
         if self.ema_decay is not None and not 0.0 < self.ema_decay < 1.0:
             raise ValueError(f"--ema-decay must lie between 0 and 1, is {self.ema_decay}.")
         if self.may_be_new and self.weights is None:
             raise ValueError("--may-be-new lists exceptions to --weights, which is not given.")
+
+    def _check_flow_options(self) -> None:
+        """Options of flow matching would do nothing for a model that writes tokens."""
+        given = [
+            flag
+            for flag, is_set in (
+                ("--noise-draws", self.noise_draws > 1),
+                ("--mask-padded-steps", self.mask_padded_steps),
+                ("--mask-padded-dims", self.mask_padded_dims),
+            )
+            if is_set
+        ]
+        if given and not isinstance(self.model, Pi0Config):
+            raise ValueError(
+                f"{', '.join(given)} would do nothing: {self.model.family} learns tokens, without "
+                "noise or padded actions."
+            )
 
     @property
     def assets_dirs(self) -> Path:

@@ -8,7 +8,8 @@ import torch
 
 import piston
 from piston import presets, weights
-from piston.inference.loading import TRAIN_SECTION, random_policy
+from piston.config import TRAIN_SECTION
+from piston.inference.loading import random_policy
 from piston.inference.policy import Policy
 from piston.inference.quantization import quantize_for_inference
 from piston.robots.aloha import make_aloha_example

@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from piston.models import augmentation
-from piston.models.augmentation import augment
+from piston.models.augmentation import augment, draw
 from piston.observation import Observation
 
 BASE, WRIST = "base_0_rgb", "left_wrist_0_rgb"
@@ -27,6 +27,10 @@ def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
+def viewed(observation: Observation, seed=0) -> Observation:
+    return augment(observation, draw(observation.batch_size, len(observation.images), seeded(seed)))
+
+
 @pytest.fixture
 def photo() -> torch.Tensor:
     coarse = torch.rand(1, 3, 5, 5, generator=seeded())
@@ -42,7 +46,7 @@ def no_colour(monkeypatch):
 
 def test_gives_floats_in_range_of_the_same_shape_and_is_reproducible(photo):
     observation = observe(photo)
-    first, again, other = (augment(observation, seeded(s)) for s in (0, 0, 1))
+    first, again, other = (viewed(observation, s) for s in (0, 0, 1))
     for camera in (BASE, WRIST):
         image = first.images[camera]
         assert image.shape == photo.shape
@@ -54,7 +58,7 @@ def test_gives_floats_in_range_of_the_same_shape_and_is_reproducible(photo):
 
 
 def test_every_sample_draws_its_own_numbers(photo):
-    augmented = augment(observe(photo), seeded())
+    augmented = viewed(observe(photo))
     for camera in (BASE, WRIST):
         flat = augmented.images[camera].flatten(1)
         assert torch.cdist(flat, flat).fill_diagonal_(1e9).min() > 1
@@ -62,7 +66,7 @@ def test_every_sample_draws_its_own_numbers(photo):
 
 @pytest.mark.usefixtures("no_colour")
 def test_wrist_cameras_keep_their_geometry(photo):
-    augmented = augment(observe(photo), seeded())
+    augmented = viewed(observe(photo))
     expected = photo.float() / 127.5 - 1
     assert_close(augmented.images[WRIST], expected, atol=1e-5, rtol=0)
     assert (augmented.images[BASE] - expected).abs().mean() > 0.01
@@ -78,7 +82,7 @@ def test_crop_and_rotation_are_as_large_as_they_should_be():
         dim=-1,
     )
     image = (image * 2 - 1)[None].repeat(64, 1, 1, 1)
-    augmented = augment(observe(image), seeded(3)).images[BASE] / 2 + 0.5
+    augmented = viewed(observe(image), 3).images[BASE] / 2 + 0.5
     centre = augmented[:, size // 2, size // 2, :2]
     # The crop's centre moves by up to 2.5 % of the image, and by all of that.
     scale = size / (size - 1)
@@ -99,7 +103,7 @@ def test_crop_and_rotation_are_as_large_as_they_should_be():
 
 def test_colour_jitter_stays_in_its_ranges():
     grey = torch.full((400, 4, 4, 3), 0.0)  # 0.5 in [0, 1]; no contrast, no saturation
-    image = augment(observe(grey), seeded()).images[WRIST] / 2 + 0.5
+    image = viewed(observe(grey)).images[WRIST] / 2 + 0.5
     assert image.std(dim=(1, 2, 3)).max() < 1e-6
     level = image[:, 0, 0, 0]
     assert 0.35 - 1e-4 <= level.min() < 0.37
@@ -108,8 +112,17 @@ def test_colour_jitter_stays_in_its_ranges():
 
 def test_absent_cameras_are_not_worked_on_and_do_not_break(photo):
     present = torch.tensor([True, False, True, False, False, True])
-    augmented = augment(observe(photo, present), seeded())
+    augmented = viewed(observe(photo, present))
     assert not augmented.images[BASE][~present].any()
     assert (augmented.images[BASE][present].flatten(1).std(1) > 0.05).all()
-    nothing = augment(observe(photo, torch.zeros(6, dtype=torch.bool)), seeded())
+    nothing = viewed(observe(photo, torch.zeros(6, dtype=torch.bool)))
     assert not nothing.images[BASE].any()
+
+
+def test_a_part_of_a_batch_is_changed_as_in_the_whole(photo):
+    """So that several processes see what one would."""
+    views = draw(6, 2, seeded())
+    whole = augment(observe(photo), views)
+    part = augment(observe(photo[4:]), views[4:])
+    for camera in (BASE, WRIST):
+        assert_close(part.images[camera], whole.images[camera][4:])

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from piston import assets, presets, weights
-from piston.config import DataConfig, TrainConfig
+from piston.config import TRAIN_SECTION, DataConfig, TrainConfig
 from piston.inference.policy import Policy
 from piston.inference.quantization import quantize_for_inference
 from piston.models.variants import GEMMA, VISION
@@ -22,8 +22,6 @@ from piston.serialization import from_json
 from piston.transforms.normalize import read_norm_stats
 
 PolicyDtype = Literal["float32", "bfloat16", "int8"]
-# The section of config.json in which the trainer writes its whole configuration.
-TRAIN_SECTION = "train"
 
 # What matrices are held in, and what activations are computed in. Eight-bit matrices are made from
 # bfloat16 ones, so that the float32 model never has to fit in memory.

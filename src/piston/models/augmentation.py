@@ -4,7 +4,7 @@ Cameras that look at the scene are cropped to 95 % (and resized back) and turned
 cameras move with the arm and keep their geometry. Brightness, contrast and saturation change for
 all. Runs on the observation's device, on whole batches. Never used at inference or by π0-FAST.
 
-Dims: b batch, h height, w width.
+Dims: b batch, c cameras, h height, w width.
 """
 
 from __future__ import annotations
@@ -27,30 +27,41 @@ _LUMA = (0.299, 0.587, 0.114)
 Pixels = Float[Tensor, "b h w 3"]
 
 
-def augment(observation: Observation, generator: torch.Generator | None = None) -> Observation:
+# Per camera: angle, shift down, shift right, brightness, contrast, saturation, each in [−1, 1).
+Views = Float[Tensor, "b c 6"]
+
+
+def draw(batch_size: int, num_cameras: int, generator: torch.Generator | None = None) -> Views:
+    """The numbers of one batch's views. They do not depend on which cameras are present."""
+    return 2 * torch.rand(batch_size, num_cameras, 6, generator=generator) - 1
+
+
+def augment(observation: Observation, views: Views) -> Observation:
     """The observation with changed float images in [−1, 1]; absent cameras' images are grey."""
     images = {}
-    for camera, image in observation.images.items():
-        present = observation.image_masks[camera]
-        changed = _augment_camera(image[present], "wrist" not in camera, generator)
+    # By name, so that the order in which a batch names its cameras does not matter.
+    for place, camera in enumerate(sorted(observation.images)):
+        image, present = observation.images[camera], observation.image_masks[camera]
+        numbers = views[:, place].to(image.device)[present]
+        changed = _augment_camera(image[present], numbers, moves="wrist" not in camera)
         images[camera] = changed.new_zeros(image.shape).masked_scatter(
             present[:, None, None, None], changed
         )
     return dataclasses.replace(observation, images=images)
 
 
-def _augment_camera(image: Image, moves: bool, generator: torch.Generator | None) -> Pixels:
+def _augment_camera(image: Image, numbers: Float[Tensor, "b 6"], moves: bool) -> Pixels:
     # In [0, 1]: black is zero there, which is what comes in from outside a turned image.
     pixels = to_unit_range(image) / 2 + 0.5
     if moves:
-        pixels = _crop_and_turn(pixels, generator)
-    return _jitter_colour(pixels, generator) * 2 - 1
+        pixels = _crop_and_turn(pixels, numbers[:, :3])
+    return _jitter_colour(pixels, numbers[:, 3:]) * 2 - 1
 
 
-def _crop_and_turn(pixels: Pixels, generator: torch.Generator | None) -> Pixels:
+def _crop_and_turn(pixels: Pixels, numbers: Float[Tensor, "b 3"]) -> Pixels:
     """Both in one resampling. Coordinates are in pixels from the centre of the image."""
-    batch, height, width, _ = pixels.shape
-    angle, shift_y, shift_x = _uniform((3, batch, 1, 1), pixels, generator)
+    height, width = pixels.shape[1:3]
+    angle, shift_y, shift_x = numbers.T[..., None, None]
     cos, sin = (angle * _MAX_ANGLE).cos(), (angle * _MAX_ANGLE).sin()
     y = torch.arange(height, device=pixels.device)[:, None] - (height - 1) / 2
     x = torch.arange(width, device=pixels.device) - (width - 1) / 2
@@ -69,15 +80,10 @@ def _crop_and_turn(pixels: Pixels, generator: torch.Generator | None) -> Pixels:
     return sampled.movedim(1, -1) * inside[..., None]
 
 
-def _jitter_colour(pixels: Pixels, generator: torch.Generator | None) -> Pixels:
-    brightness, contrast, saturation = _uniform((3, len(pixels), 1, 1, 1), pixels, generator)
+def _jitter_colour(pixels: Pixels, numbers: Float[Tensor, "b 3"]) -> Pixels:
+    brightness, contrast, saturation = numbers.T[..., None, None, None]
     pixels = pixels * (1 + _BRIGHTNESS * brightness)
     mean = pixels.mean(dim=(1, 2, 3), keepdim=True)
     pixels = torch.lerp(mean, pixels, 1 + _CONTRAST * contrast)
     grey = (pixels @ pixels.new_tensor(_LUMA))[..., None]
     return torch.lerp(grey, pixels, 1 + _SATURATION * saturation).clamp(0, 1)
-
-
-def _uniform(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Numbers in [−1, 1)."""
-    return 2 * torch.rand(shape, device=like.device, generator=generator) - 1

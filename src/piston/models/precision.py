@@ -5,19 +5,24 @@
     computed float32 always  norms, rotary angles, attention logits and softmax, time, loss
     computed as configured   every product of a `Linear`: it follows the activation that comes in
 
-Knows dtypes and devices; knows nothing of models.
+Where a CPU multiplies float32 faster than bfloat16, large products of bfloat16 run in float32 and
+their result is rounded: never less exact, and activations stay bfloat16. Knows dtypes and devices;
+knows nothing of models.
 """
 
 from __future__ import annotations
-
-import os
-from pathlib import Path
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from piston.models import processor
 from piston.models.configs import Dtype
+
+# Below, converting the weight costs more than the faster product saves (measured).
+_MIN_ROWS_IN_FLOAT32 = 128
+# Weights are converted in pieces that the allocator keeps instead of returning to the system.
+_MAX_CONVERTED_NUMBERS = 4_000_000
 
 _DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -35,8 +40,32 @@ class Linear(nn.Linear):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Float[Tensor, "*b i"]) -> Float[Tensor, "*b o"]:
+        if _is_faster_in_float32(x):
+            return _linear_in_float32(x, self.weight, self.bias)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return nn.functional.linear(x, self.weight.to(x.dtype), bias)
+
+
+def _is_faster_in_float32(x: Float[Tensor, "*b i"]) -> bool:
+    return (
+        processor.FLOAT32_IS_FASTER
+        and x.device.type == "cpu"
+        and x.dtype == torch.bfloat16
+        and x.numel() >= _MIN_ROWS_IN_FLOAT32 * x.shape[-1]
+    )
+
+
+def _linear_in_float32(
+    x: Float[Tensor, "*b i"], weight: Float[Tensor, "o i"], bias: Float[Tensor, " o"] | None
+) -> Float[Tensor, "*b o"]:
+    dtype, x = x.dtype, x.float()
+    bias = None if bias is None else bias.float()
+    if weight.dtype == torch.float32:
+        return nn.functional.linear(x, weight, bias).to(dtype)
+    size = max(1, _MAX_CONVERTED_NUMBERS // weight.shape[1])
+    biases = [None] * len(weight) if bias is None else bias.split(size)
+    parts = zip(weight.split(size), biases)
+    return torch.cat([nn.functional.linear(x, w.float(), b).to(dtype) for w, b in parts], dim=-1)
 
 
 def cast_for_inference(model: nn.Module, dtype: torch.dtype) -> None:
@@ -59,23 +88,3 @@ def attention(
         # The backward pass of bfloat16 attention on CPUs is several times slower than float32's.
         query, key, value = query.float(), key.float(), value.float()
     return nn.functional.scaled_dot_product_attention(query, key, value, mask).to(dtype)
-
-
-def _avoid_unusable_tiles() -> None:
-    """Keep oneDNN off matrix tiles where a virtual machine shows them but hides their sizes.
-
-    Such a machine names `amx_tile` but ends its CPUID table before leaf 0x1D (the tile sizes);
-    oneDNN then reads zeros and the first bfloat16 product dies with an illegal instruction.
-    """
-    cpuinfo = Path("/proc/cpuinfo")
-    if "ONEDNN_MAX_CPU_ISA" in os.environ or not cpuinfo.is_file():
-        return
-    facts: dict[str, str] = {}
-    for line in cpuinfo.read_text().split("\n\n")[0].splitlines():
-        name, _, value = line.partition(":")
-        facts[name.strip()] = value.strip()
-    if "amx_tile" in facts.get("flags", "").split() and int(facts.get("cpuid level", 29)) < 0x1D:
-        os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
-
-
-_avoid_unusable_tiles()

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from piston.training.distributed import local
+
 
 class EMA:
     """mean ← decay · mean + (1 − decay) · weights, after every step, from the initial weights on.
@@ -25,8 +27,9 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        current = [self._parameters[name].detach() for name in self.mean]
-        torch._foreach_lerp_(list(self.mean.values()), current, 1.0 - self.decay)
+        current = [local(self._parameters[name].detach()) for name in self.mean]
+        mean = [local(value) for value in self.mean.values()]
+        torch._foreach_lerp_(mean, current, 1.0 - self.decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from piston.models.lora import freeze
 from piston.optimization import AdamW
+from piston.training.distributed import whole
 
 
 def trainable(model: nn.Module, frozen: Sequence[str]) -> dict[str, nn.Parameter]:
@@ -48,5 +49,4 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Float
     with_gradient = [p for p in parameters if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(p.grad for p in with_gradient if p.grad is not None)
     torch.nn.utils.clip_grads_with_norm_(with_gradient, max_norm, norm)
-    # Under FSDP the norm is spread over the processes until it is asked for whole.
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return whole(norm)

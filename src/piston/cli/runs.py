@@ -1,0 +1,39 @@
+"""`piston runs`: every run with its step, loss and newest checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.table import Table
+
+from piston.cli.screen import console
+from piston.training.run import list_runs
+
+
+def run(args: list[str]) -> int:
+    tyro.cli(_show, args=args, prog="piston runs")
+    return 0
+
+
+def _show(folder: Annotated[Path, tyro.conf.Positional] = Path("checkpoints")) -> None:
+    """List the runs below a folder.
+
+    Args:
+        folder: Where runs are kept (--checkpoint-base-dir of `piston train`).
+    """
+    runs = list_runs(folder)
+    if not runs:
+        raise ValueError(
+            f"There are no runs in {folder}. Start one: piston train PRESET --exp-name X"
+        )
+    table = Table(title=f"Runs in {folder}", title_justify="left")
+    for column in ("preset", "run", "step", "loss", "newest checkpoint"):
+        table.add_column(column, justify="right" if column in ("step", "loss") else "left")
+    for row in runs:
+        step = "–" if row["step"] is None else f"{row['step'] + 1:,} of {row['num_train_steps']:,}"
+        loss = "–" if row["loss"] is None else f"{row['loss']:.4f}"
+        checkpoint = "none yet" if row["checkpoint"] is None else str(row["checkpoint"])
+        table.add_row(row["preset"], row["name"], step, loss, checkpoint)
+    console().print(table)
