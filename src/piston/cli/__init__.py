@@ -17,6 +17,7 @@ VERBS = {
     "stats": "compute the normalisation statistics of a data set",
     "record": "let a scripted expert show a simulated robot's task",
     "train": "train a preset's model on a data set",
+    "serve": "serve a checkpoint to robots over a websocket",
     "runs": "list runs with their step, loss and checkpoint",
     "summary": "show what a model is made of, its mask and its memory",
     "convert": "read a checkpoint of any known format and write ours",

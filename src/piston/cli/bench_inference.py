@@ -182,7 +182,7 @@ def _load_from_file(
     config: Pi0Config, dtype: Held, observation: Observation, num_steps: int
 ) -> tuple[Pi0, float]:
     """Seconds from a file that was just written, so that it is in the page cache."""
-    stored = "float32" if dtype == "float32" else "bfloat16"
+    stored: Held = "float32" if dtype == "float32" else "bfloat16"
     with tempfile.TemporaryDirectory() as folder:
         weights.save_model(random_model(config, stored), config, Path(folder) / "model")
         started = time.perf_counter()

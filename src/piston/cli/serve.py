@@ -1,0 +1,93 @@
+"""`piston serve DIR`: a checkpoint behind openpi's websocket protocol."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import tyro
+
+from piston.inference.loading import PolicyDtype, load_policy, random_policy
+from piston.inference.policy import Policy
+from piston.inference.recording import RecordingPolicy
+from piston.logs import init_logging
+from piston.serving import ServerConfig, run_server
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeArguments:
+    """Serve a policy to robots over a websocket. The `openpi-client` package works unchanged."""
+
+    # A folder that `piston train` wrote, or any checkpoint (folder or location) with --preset.
+    checkpoint: Annotated[str | None, tyro.conf.Positional] = None
+    # The robot, for checkpoints that do not say it themselves.
+    preset: str | None = None
+    # Serve a tiny model with random weights for the preset's robot, to try the wiring.
+    random_weights: bool = False
+    # What weights are held in; by default as they are stored. int8 is for CPUs.
+    dtype: PolicyDtype | None = None
+    # cpu, cuda, cuda:1 …; by default a GPU where there is one.
+    device: str | None = None
+    # Denoising steps per chunk.
+    num_steps: int = 10
+    # The prompt of requests that bring none.
+    default_prompt: str | None = None
+    # Seed of the noise, for requests without a seed of their own.
+    seed: int | None = None
+    # How real-time chunking corrects: through the network, or (cheaper) past it.
+    rtc_jacobian: Literal["full", "identity"] = "full"
+    # Write what is asked and answered to this folder, as a LeRobot data set. For one robot.
+    record: Path | None = None
+    # Inferences per second that the recording declares.
+    record_fps: float = 10.0
+    # The server itself.
+    server: Annotated[ServerConfig, tyro.conf.arg(name="")] = ServerConfig()
+
+
+def run(args: list[str]) -> int:
+    init_logging()
+    arguments = tyro.cli(ServeArguments, args=args, prog="piston serve")
+    policy = _make_policy(arguments)
+    logger.info("%s on %s", policy.model.config.family, policy.device)
+    with contextlib.ExitStack() as stack:
+        served: Policy | RecordingPolicy = policy
+        server = arguments.server
+        if arguments.record is not None:
+            served = RecordingPolicy(policy, arguments.record, arguments.record_fps)
+            stack.callback(served.close)
+            server = dataclasses.replace(server, max_connections=1)
+        run_server(served, server, warm_up=policy.warm_up)
+    return 0
+
+
+def _make_policy(arguments: ServeArguments) -> Policy:
+    options = {
+        "num_steps": arguments.num_steps,
+        "seed": arguments.seed,
+        "rtc_jacobian": arguments.rtc_jacobian,
+    }
+    if arguments.random_weights:
+        if arguments.checkpoint is not None or arguments.preset is None:
+            raise ValueError("--random-weights takes a --preset and no checkpoint.")
+        torch.manual_seed(arguments.seed or 0)
+        return random_policy(arguments.preset, **options)
+    if arguments.checkpoint is None:
+        raise ValueError(
+            "Which checkpoint? Give the folder of a step that `piston train` wrote (`piston runs` "
+            "lists them), or another checkpoint with --preset. To try the wiring without one: "
+            "piston serve --preset pi0_aloha_sim --random-weights"
+        )
+    return load_policy(
+        arguments.checkpoint,
+        preset=arguments.preset,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        default_prompt=arguments.default_prompt,
+        **options,
+    )

@@ -1,0 +1,104 @@
+"""What a served robot saw and was told to do, as a LeRobot data set: to look at and to train on.
+
+Each inference becomes one frame: the observation under `observation.…`, the first action of the
+chunk under `action` and the whole of it under `action_chunk`. A new sentence, or a pause, begins a
+new episode. Made for one robot: frames of several would be mixed up.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from piston.data.recorder import Recorder
+from piston.inference.policy import Policy
+from piston.transforms.images import to_uint8_hwc
+from piston.transforms.keys import flatten_dict
+
+logger = logging.getLogger(__name__)
+
+# A robot that asks for nothing for so many seconds has ended its episode.
+_PAUSE = 5.0
+_NO_PROMPT = "no prompt given"
+
+
+class RecordingPolicy:
+    """A policy that writes down what passes through it; call `close` to finish the last episode."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        folder: str | Path,
+        fps: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._policy, self._folder, self._fps, self._clock = policy, Path(folder), fps, clock
+        self._recorder: Recorder | None = None
+        self._prompt: str | None = None
+        self._last = 0.0
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        return self._policy.metadata
+
+    def warm_up(self) -> float:
+        return self._policy.warm_up()
+
+    def infer_batch(self, observations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        results = self._policy.infer_batch(observations)
+        for observation, result in zip(observations, results, strict=True):
+            self._add(observation, np.asarray(result["actions"], np.float32))
+        return results
+
+    def close(self) -> None:
+        if self._recorder is not None:
+            self._end_episode()
+            self._recorder.finalize()
+            self._recorder = None
+
+    def _add(self, observation: Mapping[str, Any], chunk: np.ndarray) -> None:
+        prompt = str(observation.get("prompt", _NO_PROMPT))
+        frame = _frame(observation, chunk)
+        now = self._clock()
+        if self._recorder is None:
+            self._recorder = Recorder(self._folder, self._fps, _features(frame), resume=True)
+        elif prompt != self._prompt or now - self._last > _PAUSE:
+            self._end_episode()
+        self._prompt, self._last = prompt, now
+        self._recorder.add_frame(frame, task=prompt)
+
+    def _end_episode(self) -> None:
+        assert self._recorder is not None
+        if self._recorder.num_unsaved_frames:
+            self._recorder.save_episode()
+            logger.info("Recorded episode %d in %s", self._recorder.num_episodes, self._folder)
+
+
+def _frame(observation: Mapping[str, Any], chunk: np.ndarray) -> dict[str, np.ndarray]:
+    frame = {"action": chunk[0], "action_chunk": chunk}
+    for key, value in flatten_dict(observation).items():
+        array = np.asarray(value)
+        name = key.removeprefix("observation/").replace("/", ".")
+        if array.ndim == 3:
+            frame[f"observation.images.{name.removeprefix('images.')}"] = to_uint8_hwc(array, key)
+        elif array.ndim == 1 and np.issubdtype(array.dtype, np.number):
+            frame[f"observation.{name}"] = array.astype(np.float32)
+    return frame
+
+
+def _features(frame: Mapping[str, np.ndarray]) -> dict[str, dict[str, Any]]:
+    features: dict[str, dict[str, Any]] = {}
+    for name, array in frame.items():
+        is_image = name.startswith("observation.images.")
+        axes = ["height", "width", "channels"] if is_image else None
+        features[name] = {
+            "dtype": "video" if is_image else "float32",
+            "shape": array.shape,
+            "names": axes,
+        }
+    return features

@@ -1,0 +1,88 @@
+"""`piston serve` as a process, with the public client at the other end."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from openpi_client.websocket_client_policy import WebsocketClientPolicy
+
+from piston.cli import main
+from piston.data import open_dataset
+from piston.robots.aloha import make_aloha_example
+
+
+def _free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def _is_healthy(port):
+    try:
+        return urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=1).status == 200
+    except OSError:
+        return False
+
+
+@contextmanager
+def served(*options):
+    port = _free_port()
+    command = [sys.executable, "-m", "piston.cli", "serve", "--port", str(port), *options]
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        deadline = time.monotonic() + 60
+        while not _is_healthy(port):
+            assert process.poll() is None, "the server ended"
+            assert time.monotonic() < deadline, "the server did not come up"
+            time.sleep(0.1)
+        yield port, process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_random_weights_are_served_recorded_and_stopped(tmp_path):
+    folder = tmp_path / "recorded"
+    options = ("--preset", "pi0_aloha", "--random-weights", "--record", str(folder))
+    with served(*options) as (port, process):
+        client = WebsocketClientPolicy("127.0.0.1", port)
+        assert client.get_server_metadata()["reset_pose"] == [0, -1.5, 1.5, 0, 0, 0]
+        example = make_aloha_example()
+        example["images"] = {"cam_high": np.zeros((3, 64, 64), np.uint8)}
+        chunks = [client.infer({**example, "seed": seed})["actions"] for seed in (0, 0, 1)]
+        assert chunks[0].shape == (50, 14)
+        assert np.array_equal(chunks[0], chunks[1])
+        assert not np.array_equal(chunks[0], chunks[2])
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 0
+    np.testing.assert_allclose(open_dataset(folder)[2]["action"], chunks[2][0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "piston serve --preset pi0_aloha_sim --random-weights"),
+        (["--random-weights"], "takes a --preset"),
+        (["--preset", "debug", "--random-weights"], "has no robot"),
+        (["/nowhere/at/all"], "/nowhere/at/all"),
+    ],
+)
+def test_what_cannot_be_served_says_what_to_do(options, message, capsys):
+    assert main(["serve", *options]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_a_checkpoint_without_a_robot_asks_for_a_preset(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({"format": "piston", "version": 1}))
+    assert main(["serve", str(tmp_path)]) == 1
+    assert "--preset" in capsys.readouterr().err

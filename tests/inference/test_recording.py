@@ -1,0 +1,58 @@
+"""What a served robot saw and did becomes a data set that reads back."""
+
+import numpy as np
+import pytest
+import torch
+
+from piston.data import open_dataset
+from piston.inference.loading import random_policy
+from piston.inference.recording import RecordingPolicy
+from piston.robots.aloha import make_aloha_example
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture(scope="module")
+def policy():
+    torch.manual_seed(0)
+    return random_policy("pi0_aloha_sim")
+
+
+def _observation(prompt, size=(64, 96)):
+    example = make_aloha_example()
+    image = np.random.default_rng(0).integers(256, size=(3, *size), dtype=np.uint8)
+    return {**example, "images": {"cam_high": image}, "prompt": prompt}
+
+
+def test_a_new_sentence_or_a_pause_begins_an_episode(policy, tmp_path):
+    clock = Clock()
+    recording = RecordingPolicy(policy, tmp_path / "set", fps=10, clock=clock)
+    answers = []
+    for seconds, prompt in [(0, "pick"), (1, "pick"), (2, "place"), (20, "place"), (21, "place")]:
+        clock.now = seconds
+        (answer,) = recording.infer_batch([_observation(prompt)])
+        answers.append(answer["actions"])
+    recording.close()
+
+    dataset = open_dataset(tmp_path / "set")
+    assert dataset.episode_bounds.tolist() == [[0, 2], [2, 3], [3, 5]]
+    assert [dataset[i]["task"] for i in range(5)] == ["pick", "pick", "place", "place", "place"]
+    np.testing.assert_allclose(dataset.column("action"), [chunk[0] for chunk in answers])
+    np.testing.assert_allclose(dataset[4]["action_chunk"], answers[4])
+    assert dataset[0]["observation.images.cam_high"].shape == (64, 96, 3)
+    expected = _observation("pick")["state"]
+    np.testing.assert_allclose(dataset[0]["observation.state"], expected)
+
+
+def test_a_second_session_goes_on_with_the_same_set(policy, tmp_path):
+    for _ in range(2):
+        recording = RecordingPolicy(policy, tmp_path / "set", fps=10)
+        recording.infer_batch([_observation("pick")])
+        recording.close()
+    assert len(open_dataset(tmp_path / "set")) == 2
