@@ -23,7 +23,7 @@ from piston.tokenizers import TextTokenizer
 from piston.tokenizers.bytes import BytesTokenizer
 from piston.tokenizers.fast import FASTPrompt, FASTTokenizer
 from piston.tokenizers.paligemma import PaligemmaTokenizer
-from piston.transforms.actions import PadStatesAndActions
+from piston.transforms.actions import InterpolateActions, PadStatesAndActions, SubsampleActions
 from piston.transforms.base import Group, Transform
 from piston.transforms.images import FillCameras, ResizeImages
 from piston.transforms.normalize import Normalize, NormStats, Unnormalize, read_norm_stats
@@ -73,8 +73,10 @@ class DataConfig:
     use_quantile_norm: bool = False
     # A range (std, or half the distance of the quantiles) smaller than this counts as this.
     norm_floor: float = 0.0
-    # Keys read as sequences of `action_horizon` steps.
+    # Keys read as sequences of `steps_read(horizon)` steps.
     action_sequence_keys: tuple[str, ...] = ("actions",)
+    # Control steps between one action of the model's chunk and the next.
+    action_stride: int = 1
     # The prompt is the text of the frame's task.
     prompt_from_task: bool = False
     # Random samples in the model's shapes instead of a data set.
@@ -94,6 +96,18 @@ class DataConfig:
             raise FileNotFoundError(_unknown_asset(Path(self.assets_dir), self.asset_id, preset))
         stats = read_norm_stats(asset_files.resolve(location))
         return dataclasses.replace(self, norm_stats=stats)
+
+    def steps_read(self, horizon: int) -> int:
+        """Steps of the data set that a chunk of the model spans."""
+        return (horizon - 1) * self.action_stride + 1
+
+    def with_action_stride(self, stride: int) -> DataConfig:
+        """The model sees every `stride`-th action; the robot gets those between interpolated."""
+        if stride == 1:
+            return self
+        inputs, outputs = self.data_transforms.inputs, self.data_transforms.outputs
+        thinned = Group((SubsampleActions(stride), *inputs), (*outputs, InterpolateActions(stride)))
+        return dataclasses.replace(self, data_transforms=thinned, action_stride=stride)
 
     def input_transforms(self, *, repack: bool) -> tuple[Transform, ...]:
         """From an item (`repack`) or a robot's observation to what the model sees, in order."""
@@ -264,6 +278,8 @@ class TrainConfig:
     optimizer: AdamW = AdamW()
     # Decay of the running mean of the weights, which is what gets served; None: no mean.
     ema_decay: float | None = 0.99
+    # Random crops, turns and colours of the images (never for π0-FAST).
+    augmentation: bool = True
     # Draws of noise and time that share one pass over images and prompt.
     noise_draws: int = 1
     # Parts into which each process cuts its share of a batch, to need less memory.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from piston.models import precision
+from piston.models import precision, processor
 from piston.models.gemma import RMSNorm
 from piston.models.siglip import LayerNorm
 
@@ -63,7 +63,30 @@ def test_linear_follows_its_input_and_keeps_its_weight():
     assert linear.weight.grad.dtype == torch.float32
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/cpuinfo"), reason="needs /proc/cpuinfo")  # noqa: PTH110
+@pytest.mark.parametrize("held", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_in_float32_differ_by_rounding_only(held, bias, monkeypatch):
+    linear = precision.Linear(40, 30, bias=bias)
+    if bias:
+        torch.nn.init.normal_(linear.bias)
+    precision.cast_for_inference(linear, torch.bfloat16)
+    precision.cast_for_inference(linear, held)  # numbers that bfloat16 holds exactly, either way
+    x = torch.randn(2, 64, 40).bfloat16()
+    assert x.shape[0] * x.shape[1] == precision._MIN_ROWS_IN_FLOAT32
+    exact = torch.nn.functional.linear(
+        x.double(), linear.weight.double(), linear.bias.double() if bias else None
+    )
+    monkeypatch.setattr(precision, "_MAX_CONVERTED_NUMBERS", 7 * 40)  # several pieces, one uneven
+    for faster in (False, True):
+        monkeypatch.setattr(processor, "FLOAT32_IS_FASTER", faster)
+        found = linear(x)
+        assert found.dtype == torch.bfloat16
+        assert_close(found.double(), exact, atol=2**-8, rtol=2**-7)
+    found.sum().backward()
+    assert linear.weight.grad is not None
+    assert linear.weight.grad.dtype == held
+
+
 def test_bfloat16_products_do_not_kill_the_process():
     """Some virtual machines show matrix tiles that cannot be used; the import takes care of it."""
     code = (

@@ -11,6 +11,7 @@ from hypothesis.extra import numpy as hnp
 from piston.transforms.actions import (
     AbsoluteActions,
     DeltaActions,
+    InterpolateActions,
     PadStatesAndActions,
     SubsampleActions,
     make_bool_mask,
@@ -134,3 +135,25 @@ def test_pad_to_dim_along_any_axis():
     assert pad_to_dim(np.zeros((2, 3)), 4, axis=0, value=1.0).sum() == 6
     with pytest.raises(ValueError, match="longer"):
         pad_to_dim(np.zeros(3), 2)
+
+
+@given(
+    stride=st.integers(1, 5),
+    horizon=st.integers(1, 6),
+    batch=st.lists(st.integers(1, 3), max_size=2),
+    seed=st.integers(0, 99),
+)
+def test_interpolation_passes_through_every_action_in_straight_lines(stride, horizon, batch, seed):
+    actions = np.random.default_rng(seed).normal(size=(*batch, horizon, 2))
+    data = {"actions": actions}
+    between = InterpolateActions(stride)(data)["actions"]
+    assert between.shape == (*batch, (horizon - 1) * stride + 1, 2)
+    np.testing.assert_allclose(between[..., ::stride, :], actions, atol=1e-12)
+    thinned = SubsampleActions(stride)({"actions": between})["actions"]
+    np.testing.assert_allclose(thinned, actions, atol=1e-12)
+    steps = np.arange(horizon)
+    fine = np.arange(between.shape[-2]) / stride
+    for index in np.ndindex(*batch, 2):
+        line = np.interp(fine, steps, actions[(*index[:-1], slice(None), index[-1])])
+        found = between[(*index[:-1], slice(None), index[-1])]
+        np.testing.assert_allclose(found, line, atol=1e-9)

@@ -18,6 +18,7 @@ VERBS = {
     "record": "let a scripted expert show a simulated robot's task",
     "train": "train a preset's model on a data set",
     "serve": "serve a checkpoint to robots over a websocket",
+    "eval": "let a policy drive a simulated robot and count successes",
     "runs": "list runs with their step, loss and checkpoint",
     "summary": "show what a model is made of, its mask and its memory",
     "convert": "read a checkpoint of any known format and write ours",

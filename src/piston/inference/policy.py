@@ -23,6 +23,7 @@ from piston.transforms.base import Data, compose
 
 # What a request may carry besides the robot's own keys.
 _REQUEST_KEYS = ("noise", "seed", "rtc")
+_RTC_STEPS = ("delay", "execute_horizon")
 
 
 class Policy:
@@ -44,6 +45,7 @@ class Policy:
         self.metadata = dict(metadata or {})
         self.num_steps = num_steps
         self._jacobian: Jacobian = rtc_jacobian
+        self._stride = data.action_stride
         self._to_model = compose(data.input_transforms(repack=False))
         self._to_robot = compose(data.output_transforms())
         self._random = np.random.default_rng(seed)
@@ -125,7 +127,7 @@ class Policy:
         """
         if isinstance(self.model, Pi0FAST):
             raise ValueError("Real-time chunking needs a flow model; this one is π0-FAST.")
-        horizon = self.model.config.action_horizon
+        horizon = self._stride * (self.model.config.action_horizon - 1) + 1
         previous = np.asarray(rtc["previous_chunk"])
         if previous.ndim != 2 or not 1 <= len(previous) <= horizon:
             raise ValueError(
@@ -169,8 +171,9 @@ class Policy:
     def _guidance(self, prepared: Sequence[Data]) -> Guidance:
         requests = [one["rtc"] for one in prepared]
         horizon = self.model.config.action_horizon
+        # In the model's steps, of which one may be several of the robot's.
         weights = [
-            guidance_weights(horizon, int(rtc["delay"]), int(rtc["execute_horizon"]))
+            guidance_weights(horizon, *(-(-int(rtc[key]) // self._stride) for key in _RTC_STEPS))
             for rtc in requests
         ]
         return Guidance(

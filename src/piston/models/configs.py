@@ -136,6 +136,11 @@ class Pi0Config(ModelConfig):
                     f"The experts share one attention, so their {name} must agree: "
                     f"vlm has {ours}, action_expert has {theirs}."
                 )
+        if self.action_expert.width % 2:
+            raise ValueError(
+                f"action_expert.width must be even, for the sines and cosines of time; found "
+                f"{self.action_expert.width}."
+            )
 
     @property
     def family(self) -> str:

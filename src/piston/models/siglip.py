@@ -69,12 +69,25 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
+def make_patch_embedding(size: VisionSize) -> nn.Module:
+    """One number of each kind per patch: a single large convolution, or a stem of small ones."""
+    if not size.stem:
+        return nn.Conv2d(3, size.width, size.patch, stride=size.patch)
+    layers: list[nn.Module] = []
+    channels, patch = 3, size.patch
+    while patch > 1:
+        following = size.stem if not layers else 2 * channels
+        layers += [nn.Conv2d(channels, following, 3, stride=2, padding=1), nn.GELU("tanh")]
+        channels, patch = following, patch // 2
+    return nn.Sequential(*layers, nn.Conv2d(channels, size.width, 1))
+
+
 class VisionTower(nn.Module):
     def __init__(self, size: VisionSize, image_size: int, out_width: int) -> None:
         super().__init__()
         self.image_size = image_size
         self.num_tokens = (image_size // size.patch) ** 2
-        self.patch_embedding = nn.Conv2d(3, size.width, size.patch, stride=size.patch)
+        self.patch_embedding = make_patch_embedding(size)
         self.position_embedding = nn.Parameter(torch.empty(self.num_tokens, size.width))
         nn.init.normal_(self.position_embedding, std=size.width**-0.5)
         self.blocks = nn.ModuleList(Block(size) for _ in range(size.depth))

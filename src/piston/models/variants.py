@@ -8,13 +8,13 @@ On the command line a size is its name (`gemma_2b`) or its numbers
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 
-def _require_positive(size: object) -> None:
+def _require_positive(size: object, but: Sequence[str] = ()) -> None:
     for field in dataclasses.fields(size):  # type: ignore[arg-type]
         value = getattr(size, field.name)
-        if isinstance(value, int) and value < 1:
+        if isinstance(value, int) and value < 1 and field.name not in but:
             raise ValueError(f"{type(size).__name__}.{field.name} must be at least 1, is {value}.")
 
 
@@ -58,16 +58,27 @@ class GemmaSize:
 
 @dataclasses.dataclass(frozen=True)
 class VisionSize:
-    """The vision tower: a ViT over square patches."""
+    """The vision tower: a ViT over square patches.
+
+    Small models learn faster from a convolutional stem: with `stem` channels after its first layer
+    and twice as many after each further one, every layer halving the image until a patch is one
+    pixel. The transformer behind it may then have no layer at all.
+    """
 
     width: int
     depth: int
     mlp_dim: int
     num_heads: int
     patch: int
+    stem: int = 0
 
     def __post_init__(self) -> None:
-        _require_positive(self)
+        _require_positive(self, but=("stem", "depth") if self.stem > 0 else ("stem",))
+        if self.stem < 0 or self.depth < 0 or (self.stem and self.patch & (self.patch - 1)):
+            raise ValueError(
+                f"A stem of {self.stem} channels halves the image until a patch of {self.patch} is "
+                "one pixel: channels and depth must not be negative, the patch a power of two."
+            )
         if self.width % self.num_heads:
             raise ValueError(
                 f"Vision width ({self.width}) must be a multiple of num_heads ({self.num_heads})."
@@ -125,13 +136,14 @@ def parse_gemma_size(text: str) -> GemmaSize:
 def parse_vision_size(text: str) -> VisionSize:
     if text in VISION:
         return VISION[text]
-    numbers = _parse_numbers(text, {f.name for f in dataclasses.fields(VisionSize)}, VISION)
+    names = {field.name for field in dataclasses.fields(VisionSize)} - {"stem"}
+    numbers = _parse_numbers(text, names, VISION)
     return VisionSize(**{name: int(number) for name, number in numbers.items()})
 
 
 def _parse_numbers(text: str, required: set[str], known: Mapping[str, object]) -> dict[str, float]:
     lora = {"lora_rank", "lora_alpha", *(f"lora_{kind}" for kind in _LORA_KINDS)}
-    optional = lora if known is GEMMA else set()
+    optional = lora if known is GEMMA else {"stem"}
     try:
         numbers = {name: float(number) for name, number in (p.split("=") for p in text.split(","))}
     except ValueError:

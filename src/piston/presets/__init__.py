@@ -11,17 +11,19 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import tyro
 
 from piston.config import TrainConfig
-from piston.presets import aloha, debug, droid, libero, ur5
+from piston.presets import aloha, debug, droid, libero, tiny, ur5
 
 _ALL: tuple[TrainConfig, ...] = (
     *aloha.PRESETS,
     *droid.PRESETS,
     *libero.PRESETS,
     *ur5.PRESETS,
+    *tiny.PRESETS,
     *debug.PRESETS,
 )
 _BY_NAME: dict[str, TrainConfig] = {preset.name: preset for preset in _ALL}
@@ -36,7 +38,7 @@ def _import_user_presets() -> None:
     """Import the modules that PISTON_PRESETS names, which `register` presets of their own."""
     for module in filter(None, os.environ.get("PISTON_PRESETS", "").split(",")):
         # A command has no current folder on its path, where such a module usually is.
-        sys.path.append(os.getcwd())
+        sys.path.append(str(Path.cwd()))
         try:
             importlib.import_module(module.strip())
         except ImportError as error:
@@ -45,7 +47,7 @@ def _import_user_presets() -> None:
                 "comma-separated list of modules, found in the current folder or installed."
             ) from error
         finally:
-            sys.path.remove(os.getcwd())
+            sys.path.remove(str(Path.cwd()))
 
 
 def names() -> list[str]:

@@ -182,6 +182,8 @@ class LeRobotAlohaDataConfig(DataConfigFactory):
     )
     # The data set's columns that are read as chunks.
     action_sequence_keys: tuple[str, ...] = ("action",)
+    # Control steps between the model's actions; the robot gets those between by interpolation.
+    action_stride: int = 1
 
     def create(self, assets_dirs: Path, model_config: ModelConfig) -> DataConfig:
         data_transforms = Group(
@@ -197,4 +199,4 @@ class LeRobotAlohaDataConfig(DataConfigFactory):
             repack_transforms=self.repack_transforms,
             data_transforms=data_transforms,
             action_sequence_keys=self.action_sequence_keys,
-        )
+        ).with_action_stride(self.action_stride)

@@ -83,6 +83,29 @@ class SubsampleActions:
 
 
 @dataclasses.dataclass(frozen=True)
+class InterpolateActions:
+    """The inverse of `SubsampleActions` for smooth motion: straight lines between the actions.
+
+    h actions become (h − 1) · stride + 1.
+    """
+
+    stride: int
+
+    def __post_init__(self) -> None:
+        if self.stride < 1:
+            raise ValueError(f"InterpolateActions: stride is {self.stride}; expected at least 1.")
+
+    def __call__(self, data: Data) -> Data:
+        actions = require_chunk(data, "actions", None, "InterpolateActions")
+        steps = np.arange((actions.shape[-2] - 1) * self.stride + 1)
+        before = steps // self.stride
+        after = np.minimum(before + 1, actions.shape[-2] - 1)
+        share = ((steps % self.stride) / self.stride)[:, np.newaxis].astype(actions.dtype)
+        between = (1 - share) * actions[..., before, :] + share * actions[..., after, :]
+        return {**data, "actions": between}
+
+
+@dataclasses.dataclass(frozen=True)
 class PadStatesAndActions:
     """State and actions filled up with zeros to the model's action dim."""
 

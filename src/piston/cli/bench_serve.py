@@ -1,0 +1,284 @@
+"""`piston bench serve`: what a server adds to its policy, and how it holds up under load.
+
+    overhead   one client, a policy that does nothing, three images: the round trip; beside it, in
+               turns, that of the least server there can be, which says what the machine is up to
+    load       many clients, a tiny model: replies per second without and with batching; every
+               reply is compared with the one that the same observation got when it was alone
+
+Servers run in processes of their own. Knows nothing of how a server works inside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import importlib.util
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+import websockets.asyncio.server
+from rich.table import Table
+from websockets.exceptions import ConnectionClosed
+
+from piston import presets
+from piston.cli.client import example_of
+from piston.cli.screen import console
+from piston.client import Client, ServerError
+from piston.client.codec import pack, unpack
+from piston.serving import ServerConfig, running_server
+
+_ACTIONS = np.zeros((50, 14), np.float32)
+_CAMERAS = ("cam_high", "cam_left_wrist", "cam_right_wrist")
+_WARM_UP = 20
+# Each client asks with a few observations of its own, in turns.
+_NUM_OBSERVATIONS = 4
+# One by one and batched, the sums of a network are added in another order.
+_TOLERANCE = 1e-4
+
+Infer = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """What a policy server adds to its policy, and how it holds up under load."""
+
+    # Whose robot and transforms the tiny model of the load test has.
+    preset: str = "pi0_aloha_sim"
+    clients: int = 16
+    # Of load, once without and once with batching; 0 leaves the load test out.
+    seconds: float = 60.0
+    max_batch: int = 16
+    # Round trips of the overhead; 0 leaves it out.
+    round_trips: int = 1000
+    # Of the model; the clients need cores as well.
+    threads: int = 1
+
+
+def run(args: list[str]) -> int:
+    chosen = tyro.cli(Arguments, args=args, prog="piston bench serve")
+    if chosen.round_trips:
+        console().print(_overhead(chosen.round_trips))
+    if not chosen.seconds:
+        return 0
+    loads = [_load(chosen, max_batch) for max_batch in (1, chosen.max_batch)]
+    console().print(_load_table(chosen, loads))
+    return 0 if all(load.num_errors == load.num_wrong == 0 for load in loads) else 1
+
+
+class Idle:
+    """A policy that does nothing: all that remains is the server."""
+
+    metadata: Mapping[str, Any] = {}
+
+    def infer_batch(self, observations: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{"actions": _ACTIONS} for _ in observations]
+
+
+def _overhead(num_round_trips: int) -> Table:
+    random = np.random.default_rng(0)
+    images = {name: random.integers(256, size=(224, 224, 3), dtype=np.uint8) for name in _CAMERAS}
+    observation = {"images": images, "state": np.zeros(14, np.float32), "prompt": "do something"}
+    times: dict[str, list[float]] = {"this server": [], "least server": []}
+    with _process(_serve_idle) as (port, _), _process(_serve_least) as (least_port, _):
+        name, infer = _public_client(port)
+        _, infer_least = _public_client(least_port)
+        for number in range(-_WARM_UP, num_round_trips):
+            for which, ask in zip(times, (infer, infer_least), strict=True):
+                began = time.perf_counter()
+                reply = ask(observation)
+                milliseconds = 1e3 * (time.perf_counter() - began)
+                if number >= 0:
+                    times[which].append(milliseconds - reply["server_timing"]["infer_ms"])
+    title = f"Overhead, ms: {num_round_trips} round trips with three images through {name}"
+    table = Table("", "median", "90 %", "99 %", "worst", title=title, title_justify="left")
+    for which, found in times.items():
+        table.add_row(which, *(f"{value:.2f}" for value in np.percentile(found, [50, 90, 99, 100])))
+    return table
+
+
+def _public_client(port: int) -> tuple[str, Infer]:
+    """openpi-client where it is installed, because that is what robots out there use."""
+    if importlib.util.find_spec("openpi_client") is None:
+        return "piston.client", Client("127.0.0.1", port).infer
+    from openpi_client.websocket_client_policy import WebsocketClientPolicy
+
+    return "openpi-client", WebsocketClientPolicy("127.0.0.1", port).infer
+
+
+def _serve_idle(pipe: Connection) -> None:
+    with running_server(Idle()) as server:
+        pipe.send(server.port)
+        pipe.recv()
+
+
+def _serve_least(pipe: Connection) -> None:
+    """Decode, encode, send: no thread, no queue, no checks beyond the codec's."""
+
+    async def answer(connection: websockets.asyncio.server.ServerConnection) -> None:
+        await connection.send(pack({}))
+        with contextlib.suppress(ConnectionClosed):
+            async for message in connection:
+                assert isinstance(message, bytes)
+                unpack(message)
+                reply = {"actions": _ACTIONS, "server_timing": {"infer_ms": 0.0}}
+                await connection.send(pack(reply))
+
+    async def serve() -> None:
+        server = await websockets.asyncio.server.serve(
+            answer, "127.0.0.1", 0, compression=None, max_size=None
+        )
+        pipe.send(server.sockets[0].getsockname()[1])
+        await asyncio.to_thread(pipe.recv)
+
+    asyncio.run(serve())
+
+
+@dataclasses.dataclass
+class _Load:
+    """What happened under load; clients write to it from their threads."""
+
+    max_batch: int
+    seconds: float
+    latencies: list[float] = dataclasses.field(default_factory=list)
+    batch_sizes: list[int] = dataclasses.field(default_factory=list)
+    # The largest difference of each reply to what its observation got when it was alone.
+    differences: list[float] = dataclasses.field(default_factory=list)
+    errors: list[Exception] = dataclasses.field(default_factory=list)
+    bytes_grown: int | None = None
+
+    @property
+    def num_errors(self) -> int:
+        return len(self.errors)
+
+    @property
+    def num_wrong(self) -> int:
+        return sum(difference > _TOLERANCE for difference in self.differences)
+
+
+def _load(chosen: Arguments, max_batch: int) -> _Load:
+    config = ServerConfig(port=0, max_batch=max_batch, max_queue=4 * chosen.clients)
+    load = _Load(max_batch, chosen.seconds)
+    with _process(_serve_tiny, chosen.preset, config, chosen.threads) as (port, pid):
+        observations = _observations(chosen)
+        with Client("127.0.0.1", port, timeout=60.0) as alone:
+            expected = [[alone.infer(one)["actions"] for one in own] for own in observations]
+        deadline = time.monotonic() + chosen.seconds
+        clients = [
+            threading.Thread(target=_drive, args=(port, own, wanted, deadline, load))
+            for own, wanted in zip(observations, expected, strict=True)
+        ]
+        for client in clients:
+            client.start()
+        # Memory counts from when there have been batches of every size.
+        time.sleep(chosen.seconds / 2)
+        before = _resident_bytes(pid)
+        for client in clients:
+            client.join()
+        after = _resident_bytes(pid)
+    load.bytes_grown = None if before is None or after is None else after - before
+    return load
+
+
+def _observations(chosen: Arguments) -> list[list[dict[str, Any]]]:
+    """For each client some that nobody else sends."""
+    example = example_of(presets.get(chosen.preset))
+    seeds = np.arange(chosen.clients * _NUM_OBSERVATIONS).reshape(chosen.clients, -1)
+    return [[{**example, "seed": seed} for seed in own] for own in seeds.tolist()]
+
+
+def _drive(
+    port: int,
+    observations: list[dict[str, Any]],
+    expected: list[np.ndarray],
+    deadline: float,
+    load: _Load,
+) -> None:
+    """One client: ask, compare, ask again."""
+    with Client("127.0.0.1", port, timeout=60.0) as client:
+        number = 0
+        while time.monotonic() < deadline:
+            place = number % len(observations)
+            number += 1
+            began = time.perf_counter()
+            try:
+                reply = client.infer(observations[place])
+            except (ServerError, OSError) as error:
+                load.errors.append(error)
+                continue
+            load.latencies.append(time.perf_counter() - began)
+            load.batch_sizes.append(reply["server_timing"]["batch_size"])
+            load.differences.append(float(np.abs(reply["actions"] - expected[place]).max()))
+
+
+def _serve_tiny(pipe: Connection, preset: str, config: ServerConfig, threads: int) -> None:
+    # Here, because the other processes start sooner without.
+    import torch
+
+    from piston.inference.loading import random_policy
+
+    torch.set_num_threads(threads)
+    policy = random_policy(preset)
+    with running_server(policy, config, warm_up=policy.warm_up) as server:
+        pipe.send(server.port)
+        pipe.recv()
+
+
+def _load_table(chosen: Arguments, loads: list[_Load]) -> Table:
+    title = (
+        f"Load: {chosen.clients} clients, {chosen.seconds:g} s each, tiny model of "
+        f"{chosen.preset}, threads: {chosen.threads}"
+    )
+    names = [
+        "one by one" if load.max_batch == 1 else f"batches ≤ {load.max_batch}" for load in loads
+    ]
+    table = Table("", *names, title=title, title_justify="left")
+    rows: dict[str, Callable[[_Load], str]] = {
+        "replies per second": lambda load: f"{len(load.latencies) / load.seconds:.1f}",
+        "requests per batch, mean": lambda load: f"{np.mean(load.batch_sizes):.1f}",
+        "latency, median ms": lambda load: f"{1e3 * np.percentile(load.latencies, 50):.1f}",
+        "latency, 99 % ms": lambda load: f"{1e3 * np.percentile(load.latencies, 99):.1f}",
+        "errors": lambda load: f"{load.num_errors} {load.errors[:1] or ''}",
+        "wrong or swapped replies": lambda load: str(load.num_wrong),
+        "largest difference to one by one": lambda load: f"{max(load.differences):.1e}",
+        "server's memory growth, MB": lambda load: (
+            "unknown" if load.bytes_grown is None else f"{load.bytes_grown / 2**20:.1f}"
+        ),
+    }
+    for name, show in rows.items():
+        table.add_row(name, *(show(load) for load in loads))
+    return table
+
+
+def _resident_bytes(pid: int) -> int | None:
+    status = Path(f"/proc/{pid}/statm")
+    if not status.exists():
+        return None
+    return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextlib.contextmanager
+def _process(serve: Callable[..., None], *args: Any) -> Iterator[tuple[int, int]]:
+    """A server in a process of its own: its port and process id. It ends when told to."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(theirs, *args), daemon=True)
+    process.start()
+    assert process.pid is not None
+    # Closed here, so that a server that does not come up ends the wait for its port.
+    theirs.close()
+    try:
+        yield ours.recv(), process.pid
+        ours.send(None)
+        process.join(10)
+    finally:
+        process.terminate()
+        process.join()

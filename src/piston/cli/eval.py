@@ -1,0 +1,109 @@
+"""`piston eval TASK --policy DIR|ws://…`: how often a policy succeeds in simulation."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from piston.cli.screen import console
+from piston.inference import load_policy
+from piston.sim.rollouts import Ask, ask_policy, ask_server, evaluate
+from piston.sim.scores import Evaluation, parse_seeds
+from piston.sim.videos import VideoWatcher
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalArguments:
+    """Let a policy drive a simulated robot on fixed seeds and count successes."""
+
+    # The environment, such as aloha_transfer_cube or metaworld:tiny.
+    task: Annotated[str, tyro.conf.Positional]
+    # A checkpoint's folder, or the address of a server (ws://127.0.0.1:8000).
+    policy: str
+    # Starts, each its own episode: a range 0..49 or a list 3,7,9.
+    seeds: str = "0..49"
+    # Only the first so many of the seeds.
+    episodes: int | None = None
+    # Steps of a chunk that are executed before the next is asked for.
+    execute_horizon: int = 64
+    # Environments that step side by side and ask as one batch.
+    num_environments: int = 8
+    # The side of the camera images; by default the environment's own.
+    pixels: int | None = None
+    # Give the sentence that asks for the opposite of what is counted.
+    opposite: bool = False
+    # Write videos of the first failures and successes.
+    video: bool = False
+    # Where results go.
+    out: Path = Path("runs/eval")
+
+
+def run(args: list[str]) -> int:
+    arguments = tyro.cli(EvalArguments, args=args, prog="piston eval")
+    seeds = list(parse_seeds(arguments.seeds))[: arguments.episodes]
+    watcher = VideoWatcher(arguments.out / "videos") if arguments.video else None
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[good]} succeeded"),
+        TimeRemainingColumn(),
+    )
+    with contextlib.ExitStack() as stack:
+        ask = _who_answers(arguments, len(seeds), stack)
+        bar = stack.enter_context(Progress(*columns, console=console(), transient=True))
+        shown = bar.add_task(arguments.task, total=len(seeds), good=0)
+        good = 0
+
+        def told(outcome: object) -> None:
+            nonlocal good
+            good += bool(getattr(outcome, "success", False))
+            bar.update(shown, advance=1, good=good)
+
+        evaluation = evaluate(
+            arguments.task,
+            ask,
+            seeds,
+            execute_horizon=arguments.execute_horizon,
+            policy_name=arguments.policy,
+            num_environments=arguments.num_environments,
+            pixels=arguments.pixels,
+            opposite=arguments.opposite,
+            watcher=watcher,
+            progress=told,
+        )
+    evaluation.write(arguments.out / "results.json")
+    show(evaluation, arguments.out)
+    return 0
+
+
+def _who_answers(arguments: EvalArguments, num_episodes: int, stack: contextlib.ExitStack) -> Ask:
+    if arguments.policy.startswith(("ws://", "wss://")):
+        connections = min(arguments.num_environments, num_episodes)
+        return stack.enter_context(ask_server(arguments.policy, connections))
+    return ask_policy(load_policy(arguments.policy))
+
+
+def show(evaluation: Evaluation, out: Path) -> None:
+    table = Table(title=f"{evaluation.task}, {evaluation.policy}", title_justify="left")
+    table.add_column("")
+    table.add_column("successes (95 % interval)", justify="right")
+    table.add_row("fulfilled at some time", str(evaluation.success))
+    table.add_row("still so at the end", str(evaluation.held))
+    per_prompt = evaluation.per_prompt()
+    if len(per_prompt) > 1:
+        for prompt, rate in per_prompt.items():
+            table.add_row(f"  {prompt}", str(rate))
+    screen = console()
+    screen.print(table)
+    failed = [str(outcome.seed) for outcome in evaluation.outcomes if not outcome.success]
+    screen.print(f"failed seeds: {', '.join(failed) or 'none'}")
+    times = "  ".join(f"{p} % {1e3 * evaluation.latency(p):.0f} ms" for p in (50, 90, 99))
+    screen.print(f"a request took: {times}")
+    screen.print(f"every episode with its seed and start: {out / 'results.json'}")

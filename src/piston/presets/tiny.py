@@ -1,0 +1,60 @@
+"""Small models that learn a simulated task on two CPU cores in minutes.
+
+Built from the same model, transforms and loop as the full-size ones; only sizes differ, and a
+convolutional stem stands in for the vision tower, which would need pre-training.
+"""
+
+import dataclasses
+
+from piston.config import TrainConfig
+from piston.models.configs import Pi0Config
+from piston.models.variants import GemmaSize, VisionSize
+from piston.optimization import AdamW, CosineDecaySchedule
+from piston.robots.aloha import LeRobotAlohaDataConfig
+
+_VLM = GemmaSize(width=128, depth=4, mlp_dim=512, num_heads=4, num_kv_heads=1, head_dim=16)
+_EXPERT = dataclasses.replace(_VLM, width=64, mlp_dim=256)
+_STEM = VisionSize(width=128, depth=0, mlp_dim=128, num_heads=4, patch=16, stem=16)
+_ALOHA = Pi0Config(
+    action_dim=14,
+    action_horizon=16,
+    max_token_len=24,
+    vision=_STEM,
+    vlm=_VLM,
+    action_expert=_EXPERT,
+    vocab_size=259,
+    image_size=96,
+    cameras=("base_0_rgb",),
+    tokenizer="bytes",
+)
+
+PRESETS = (
+    TrainConfig(
+        name="tiny_aloha_sim",
+        model=_ALOHA,
+        data=LeRobotAlohaDataConfig(
+            repo_id="data/aloha_transfer_cube",
+            prompt_from_task=True,
+            # The simulated robot's own conventions are as good as any for a model that starts
+            # from nothing.
+            adapt_to_pi=False,
+            use_delta_joint_actions=False,
+            norm_floor=0.01,
+            action_stride=8,
+        ),
+        augmentation=False,
+        batch_size=16,
+        noise_draws=8,
+        num_workers=0,
+        cache_frames=True,
+        num_train_steps=2_500,
+        log_interval=100,
+        save_interval=1_000_000,
+        keep_period=None,
+        lr_schedule=CosineDecaySchedule(
+            warmup_steps=50, peak_lr=2e-3, decay_steps=2_500, decay_lr=2e-5
+        ),
+        optimizer=AdamW(weight_decay=1e-4),
+        ema_decay=0.99,
+    ),
+)

@@ -1,0 +1,111 @@
+"""Outcomes of episodes, counted: rates with an interval, latencies, and the file they go to.
+
+Knows numbers; knows nothing of simulators or policies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """One episode: how it began and how it ended."""
+
+    seed: int
+    prompt: str
+    # The task was fulfilled at some time, and still was at the end.
+    success: bool
+    held: bool
+    steps: int
+    initial_state: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rate:
+    """A share of successes with the interval in which the true one lies (Wilson, 95 %)."""
+
+    successes: int
+    episodes: int
+
+    @property
+    def value(self) -> float:
+        return self.successes / self.episodes if self.episodes else math.nan
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        if not self.episodes:
+            return (0.0, 1.0)
+        z, n = 1.959964, self.episodes
+        centre = (self.value + z**2 / (2 * n)) / (1 + z**2 / n)
+        half = z / (1 + z**2 / n) * math.sqrt(self.value * (1 - self.value) / n + z**2 / (4 * n**2))
+        return (max(0.0, centre - half), min(1.0, centre + half))
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        return f"{self.successes}/{self.episodes} = {self.value:.0%} ({low:.0%} to {high:.0%})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """Everything about one evaluation that is worth keeping."""
+
+    task: str
+    policy: str
+    execute_horizon: int
+    outcomes: tuple[Outcome, ...]
+    # Seconds of each inference, as the robot waited for it.
+    latencies: tuple[float, ...]
+
+    @property
+    def success(self) -> Rate:
+        return Rate(sum(outcome.success for outcome in self.outcomes), len(self.outcomes))
+
+    @property
+    def held(self) -> Rate:
+        return Rate(sum(outcome.held for outcome in self.outcomes), len(self.outcomes))
+
+    def per_prompt(self) -> dict[str, Rate]:
+        prompts = dict.fromkeys(outcome.prompt for outcome in self.outcomes)
+        return {
+            prompt: Rate(sum(o.success for o in chosen), len(chosen))
+            for prompt in prompts
+            if (chosen := [o for o in self.outcomes if o.prompt == prompt])
+        }
+
+    def latency(self, percentile: float) -> float:
+        return float(np.percentile(self.latencies, percentile)) if self.latencies else math.nan
+
+    def write(self, path: Path) -> None:
+        """As JSON: the summary first, then every episode with its seed and start."""
+        summary = {
+            "task": self.task,
+            "policy": self.policy,
+            "execute_horizon": self.execute_horizon,
+            "episodes": len(self.outcomes),
+            "success": {"rate": self.success.value, "interval": self.success.interval},
+            "held_at_the_end": {"rate": self.held.value, "interval": self.held.interval},
+            "latency_ms": {f"p{p}": 1e3 * self.latency(p) for p in (50, 90, 99)},
+            "outcomes": [dataclasses.asdict(outcome) for outcome in self.outcomes],
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(summary, indent=2))
+
+
+def parse_seeds(text: str) -> Sequence[int]:
+    """`0..49` is 0 to 49; `3,7,9` are these."""
+    try:
+        first, dots, last = text.partition("..")
+        seeds = range(int(first), int(last) + 1) if dots else [int(one) for one in text.split(",")]
+    except ValueError:
+        seeds = []
+    if not seeds or len(set(seeds)) != len(seeds) or min(seeds) < 0:
+        raise ValueError(f"Seeds are {text!r}; expected a range such as 0..49 or a list 3,7,9.")
+    return seeds
