@@ -1,0 +1,114 @@
+"""`piston data check PATH` and `piston data info PATH`: what a data set holds and what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated
+
+import tyro
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from piston.cli.screen import console
+from piston.data.check import check_dataset, usable
+from piston.data.episodes import Problem
+from piston.data.location import locate
+from piston.data.metadata import Metadata
+
+MAX_PLACES = 20
+COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
+
+
+def run(args: list[str]) -> int:
+    if not args or args[0] in ("-h", "--help"):
+        print(_help())
+        return 0
+    if args[0] not in SUB_VERBS:
+        raise ValueError(f"`piston data` has no {args[0]!r}.\n\n{_help()}")
+    return SUB_VERBS[args[0]][0](args[1:])
+
+
+def check(args: list[str]) -> int:
+    path = tyro.cli(_check_argument, args=args, prog="piston data check")
+    screen = console()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=screen, transient=True) as bar:
+        task = bar.add_task("frames and rows")
+        problems = check_dataset(
+            path, progress=lambda done, total: bar.update(task, completed=done, total=total)
+        )
+    if problems:
+        screen.print(_problem_table(problems))
+    ok = usable(problems)
+    counts = ", ".join(
+        f"{sum(problem.severity == severity for problem in problems)} {severity}s"
+        for severity in COLOURS
+    )
+    verdict = "[green]training can use it[/green]" if ok else "[red]training cannot use it[/red]"
+    screen.print(f"{escape(path)}: {counts}: {verdict}")
+    return 0 if ok else 1
+
+
+def info(args: list[str]) -> int:
+    path = tyro.cli(_info_argument, args=args, prog="piston data info")
+    metadata = Metadata.read(locate(path, only_meta=True), files=False)
+    screen = console()
+    seconds, robot = metadata.total_frames / metadata.fps, metadata.robot_type or "not said"
+    screen.print(
+        f"[bold]{escape(path)}[/bold]  LeRobot {metadata.version}, robot {robot}\n"
+        f"{len(metadata.episodes):,} episodes, {metadata.total_frames:,} frames, "
+        f"{metadata.fps:g} fps, {seconds / 60:.1f} minutes"
+    )
+    table = Table("feature", "dtype", "shape", "names")
+    for feature in metadata.features.values():
+        names = "" if feature.names is None else str(feature.names)
+        table.add_row(feature.name, feature.dtype, str(list(feature.shape)), names[:60])
+    screen.print(table)
+    for number, text in metadata.tasks.items():
+        screen.print(f"task {number}: {escape(text)}", highlight=False)
+    return 0
+
+
+def _check_argument(path: Annotated[str, tyro.conf.Positional]) -> str:
+    """Read a whole data set, tell everything that is wrong with it and what will happen.
+
+    Args:
+        path: A folder, owner/name on the Hugging Face hub, or hf://…
+    """
+    return path
+
+
+def _info_argument(path: Annotated[str, tyro.conf.Positional]) -> str:
+    """Episodes, length, features and tasks, from meta/ alone.
+
+    Args:
+        path: A folder, owner/name on the Hugging Face hub, or hf://…
+    """
+    return path
+
+
+def _problem_table(problems: list[Problem]) -> Table:
+    """The same trouble in many places is one row."""
+    places: dict[tuple[str, str, str], list[str]] = {}
+    for problem in problems:
+        key = (problem.severity, problem.what, problem.consequence)
+        places.setdefault(key, []).append(problem.where)
+    table = Table("", "where", "what", "what happens", show_lines=True)
+    for (severity, what, consequence), where in places.items():
+        more = f"\n… {len(where)} places in all" if len(where) > MAX_PLACES else ""
+        listed = escape("\n".join(where[:MAX_PLACES])) + more
+        colour = COLOURS[severity]
+        table.add_row(f"[{colour}]{severity}[/]", listed, escape(what), consequence)
+    return table
+
+
+SUB_VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
+    "check": (check, "read a whole data set and tell what is wrong with it"),
+    "info": (info, "episodes, length, features and tasks"),
+}
+
+
+def _help() -> str:
+    rows = (f"  {verb:<8} {what}" for verb, (_, what) in SUB_VERBS.items())
+    return "\n".join(["usage: piston data VERB PATH", "", *rows])

@@ -1,0 +1,263 @@
+"""Decoded frames on disk: every frame of a camera once, resized as the model takes it, uint8.
+
+    <home>/frames/<data set>/<camera>-<pixels>-<key>/
+        frames.npy      (frames of the whole set, pixels, pixels, 3), sparse: only what is built
+        built.npy       which episodes are in it
+        about.json      for people
+
+The key changes with the files of the data set. A cache is built once, each video decoded in order;
+several processes may ask for it at the same time, one of them builds. What was built before a crash
+is kept. Frames are resized with the same function as in `ResizeImages`, which then has nothing to
+do. Knows nothing of transforms.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Self
+
+import filelock
+import numpy as np
+from jaxtyping import Bool, UInt8
+
+from piston.assets import home
+from piston.data.dataset import LeRobotDataset
+from piston.data.episodes import Episode
+from piston.data.metadata import Metadata
+from piston.data.processors import num_usable_cpus
+from piston.data.progress import frame_bar
+from piston.transforms.images import resize_with_pad
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+
+
+class CameraCache:
+    """The resized frames of one camera. Picklable; opens its file where it is used."""
+
+    def __init__(self, metadata: Metadata, camera: str, pixels: int, home_folder: Path) -> None:
+        self.camera, self.pixels = camera, pixels
+        self.folder = home_folder / _folder_name(metadata, camera, pixels)
+        self._num_frames = metadata.total_frames
+        self._positions = {episode.index: i for i, episode in enumerate(metadata.episodes)}
+        self._frames: np.ndarray | None = None
+
+    def __getitem__(self, row: int) -> UInt8[np.ndarray, "p p 3"]:
+        """By the row in the set's global order. A copy: the file stays as it is."""
+        if self._frames is None:
+            self._frames = np.load(self.folder / "frames.npy", mmap_mode="r")
+        return np.array(self._frames[row])
+
+    def missing(self, episodes: Sequence[Episode]) -> list[Episode]:
+        built = self._built()
+        return [episode for episode in episodes if not built[self._positions[episode.index]]]
+
+    def num_bytes(self, episodes: Sequence[Episode]) -> int:
+        return sum(episode.length for episode in episodes) * self.pixels**2 * 3
+
+    def open_for_writing(self, root: Path) -> FrameWriter:
+        """Only while the lock is held. `root` is written down for people."""
+        path, shape = self.folder / "frames.npy", (self._num_frames, self.pixels, self.pixels, 3)
+        if not path.exists():
+            unfinished = path.with_suffix(".unfinished")
+            np.lib.format.open_memmap(unfinished, "w+", np.uint8, shape).flush()
+            unfinished.replace(path)
+            about = {"data set": str(root.resolve()), "camera": self.camera, "pixels": self.pixels}
+            (self.folder / "about.json").write_text(json.dumps(about, indent=2))
+        return FrameWriter(path, self.pixels)
+
+    def mark_built(self, episodes: Sequence[Episode]) -> None:
+        built = self._built()
+        built[[self._positions[episode.index] for episode in episodes]] = True
+        unfinished = self.folder / "built.unfinished.npy"
+        np.save(unfinished, built)
+        unfinished.replace(self.folder / "built.npy")
+
+    def _built(self) -> Bool[np.ndarray, " episodes"]:
+        path = self.folder / "built.npy"
+        return np.load(path) if path.exists() else np.zeros(len(self._positions), bool)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_frames": None}
+
+
+class FrameWriter:
+    """Writes with `pwrite`: a full disk is an error here, where a memory map would crash."""
+
+    def __init__(self, path: Path, pixels: int) -> None:
+        self._frame_bytes = pixels**2 * 3
+        self._file = os.open(path, os.O_RDWR)
+        self._begin = os.fstat(self._file).st_size - self._frame_bytes * len(
+            np.load(path, mmap_mode="r")
+        )
+
+    def write(self, row: int, frame: UInt8[np.ndarray, "p p 3"]) -> None:
+        data = memoryview(np.ascontiguousarray(frame).tobytes())
+        offset = self._begin + row * self._frame_bytes
+        while data:
+            written = os.pwrite(self._file, data, offset)
+            data, offset = data[written:], offset + written
+
+    def flush(self) -> None:
+        os.fsync(self._file)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._file)
+
+
+class CachedFrames:
+    """A data set whose images come from caches; its numbers from `numbers`, which decodes nothing.
+
+    Both hold the same episodes. Items are those of the data set, with images of `pixels` squared.
+    """
+
+    def __init__(
+        self,
+        dataset: LeRobotDataset,
+        numbers: LeRobotDataset,
+        pixels: int,
+        folder: Path | None = None,
+    ) -> None:
+        if [e.index for e in dataset.episodes] != [e.index for e in numbers.episodes]:
+            raise ValueError("The two data sets of a frame cache must hold the same episodes.")
+        where = home() / "frames" if folder is None else folder
+        self.metadata = dataset.metadata
+        self._dataset, self._numbers = dataset, numbers
+        self.caches = {c: CameraCache(dataset.metadata, c, pixels, where) for c in dataset.cameras}
+        self._first = dataset.episode_bounds[:, 0]
+        self._offset = np.array([episode.start for episode in dataset.episodes]) - self._first
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = index + int(self._offset[np.searchsorted(self._first, index, side="right") - 1])
+        return self._numbers[index] | {camera: cache[row] for camera, cache in self.caches.items()}
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return self._numbers.keys
+
+    def column(self, key: str) -> np.ndarray:
+        return self._numbers.column(key)
+
+    def build(self) -> None:
+        """Decode what is not there yet. Safe in several processes; one works, the others wait."""
+        caches = sorted(self.caches.values(), key=lambda cache: cache.folder)
+        with contextlib.ExitStack() as locks:
+            for cache in caches:  # in one order, so that nobody waits for each other
+                _acquire(cache, locks)
+            missing = {cache: cache.missing(self._dataset.episodes) for cache in caches}
+            if not any(missing.values()):
+                return
+            num_bytes = sum(cache.num_bytes(episodes) for cache, episodes in missing.items())
+            require_space(caches[0].folder, num_bytes)
+            logger.info(
+                "Decoding frames once into %s (%.1f GB)", caches[0].folder.parent, num_bytes / 1e9
+            )
+            self._decode(missing)
+
+    def _decode(self, missing: Mapping[CameraCache, Sequence[Episode]]) -> None:
+        stopped, marking = threading.Event(), threading.Lock()
+        first = {e.index: int(row) for e, row in zip(self._dataset.episodes, self._first)}
+        total = sum(episode.length for episodes in missing.values() for episode in episodes)
+
+        def decode(work: tuple[CameraCache, FrameWriter, Sequence[Episode]]) -> None:
+            cache, writer, episodes = work
+            for episode in episodes:
+                for frame in range(episode.length):
+                    if stopped.is_set():
+                        return
+                    row = first[episode.index] + frame
+                    image = self._dataset.frame(row, [cache.camera])[cache.camera]
+                    small = resize_with_pad(image, cache.pixels, cache.pixels)
+                    writer.write(episode.start + frame, small)
+                    advance(1)
+                writer.flush()
+                with marking:
+                    cache.mark_built([episode])
+
+        with contextlib.ExitStack() as stack:
+            advance = stack.enter_context(frame_bar("Decoding", total))
+            work = []
+            for cache, episodes in missing.items():
+                writer = stack.enter_context(cache.open_for_writing(self.metadata.root))
+                work += [(cache, writer, file) for file in _by_file(episodes, cache.camera)]
+            pool = stack.enter_context(ThreadPoolExecutor(num_usable_cpus()))
+            try:
+                for _ in pool.map(decode, work):
+                    pass
+            except BaseException:
+                stopped.set()
+                pool.shutdown(cancel_futures=True)
+                raise
+
+
+def _acquire(cache: CameraCache, locks: contextlib.ExitStack) -> None:
+    cache.folder.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(cache.folder / "lock")
+    try:
+        locks.enter_context(lock.acquire(timeout=0))
+    except filelock.Timeout:
+        logger.info("Waiting for another process that builds %s", cache.folder)
+        locks.enter_context(lock.acquire())
+
+
+def require_space(folder: Path, num_bytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if num_bytes > free:
+        raise OSError(
+            f"The frame cache needs {num_bytes / 1e9:.1f} GB in {folder}, where only "
+            f"{free / 1e9:.1f} GB are free. Make room, set PISTON_HOME to a larger disk, or train "
+            "without the cache."
+        )
+
+
+def _by_file(episodes: Sequence[Episode], camera: str) -> list[list[Episode]]:
+    """Episodes that share a file, in the order in which they lie in it: decoded in one go."""
+    files: dict[str, list[Episode]] = collections.defaultdict(list)
+    for episode in episodes:
+        span = episode.videos.get(camera)
+        files[episode.data_path if span is None else span.path].append(episode)
+    for together in files.values():
+        together.sort(key=lambda e: e.videos[camera].start if camera in e.videos else e.start)
+    return list(files.values())
+
+
+def _folder_name(metadata: Metadata, camera: str, pixels: int) -> str:
+    """Another one whenever a file of the camera is another one."""
+    spans: list[tuple[Any, ...]] = []
+    for episode in metadata.episodes:
+        span = episode.videos.get(camera)
+        path = episode.data_path if span is None else span.path
+        spans.append((episode.index, episode.length, path, span and (span.start, span.stop)))
+    files = {span[2]: _stamp(metadata.root / span[2]) for span in spans}
+    content = repr(
+        (FORMAT, str(metadata.root.resolve()), metadata.fps, spans, sorted(files.items()))
+    )
+    key = hashlib.sha256(content.encode()).hexdigest()[:16]
+    readable = [re.sub(r"[^\w.-]", "_", name) for name in (metadata.root.resolve().name, camera)]
+    return f"{readable[0]}/{readable[1]}-{pixels}-{key}"
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return None
+    return stat.st_size, stat.st_mtime_ns

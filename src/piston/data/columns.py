@@ -1,0 +1,202 @@
+"""Numbers and texts of a data set as whole columns, in the order of its episodes.
+
+Reads parquet, one key or many at a time, and keeps what it read; a column that files may lack
+(`index`, `task_index`, …) is computed. Decodes no image and no video. Pickled without what it read.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from piston.data.episodes import Episode
+from piston.data.metadata import DERIVED, Metadata
+
+_THREADS = 4  # small files: mostly waiting
+
+
+class Columns:
+    """`stored` names the keys that the files have; the derived ones are always there."""
+
+    def __init__(self, metadata: Metadata, episodes: Sequence[Episode], stored: Iterable[str]):
+        self._metadata = metadata
+        self._episodes = tuple(episodes)
+        self._stored = frozenset(stored)
+        lengths = [episode.length for episode in episodes]
+        self._starts = np.cumsum([0, *lengths])
+        features = metadata.features.values()
+        numeric = [f.name for f in features if not f.is_camera and f.name not in DERIVED]
+        # Everything but cameras; the derived keys last.
+        self.keys = (*(name for name in numeric if name in self._stored), *DERIVED)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._values: dict[str, np.ndarray] = {}
+        self._lock = threading.Lock()
+
+    def __getitem__(self, key: str) -> np.ndarray:
+        """(frames, …), read only."""
+        if key not in self._values:
+            self.load([key])
+        return self._values[key]
+
+    def load(self, keys: Sequence[str]) -> None:
+        """Read what is not there yet, each file once."""
+        if all(key in self._values for key in keys):
+            return
+        with self._lock:
+            missing = [key for key in keys if key not in self._values]
+            stored = [key for key in missing if key in self._stored]
+            if stored:
+                self._values.update(self._read(stored))
+            self._values.update({key: self._derive(key) for key in missing if key not in stored})
+            for key in missing:
+                self._values[key].flags.writeable = False
+
+    def _read(self, keys: list[str]) -> dict[str, np.ndarray]:
+        by_file: dict[str, list[int]] = collections.defaultdict(list)
+        for position, episode in enumerate(self._episodes):
+            by_file[episode.data_path].append(position)
+        result: dict[str, np.ndarray] = {}
+        with ThreadPoolExecutor(max_workers=min(_THREADS, len(by_file))) as pool:
+            files = pool.map(self._read_file, by_file, by_file.values(), itertools.repeat(keys))
+            for positions, (rows, values) in zip(by_file.values(), files):
+                for key in keys:
+                    if key not in result:
+                        shape = (int(self._starts[-1]), *values[key].shape[1:])
+                        result[key] = np.empty(shape, values[key].dtype)
+                    for position in positions:
+                        self._copy(key, position, values[key], rows, result[key])
+        return result
+
+    def _copy(
+        self,
+        key: str,
+        position: int,
+        values: np.ndarray,
+        rows: dict[int, slice],
+        out: np.ndarray,
+    ) -> None:
+        episode, start, stop = self._episodes[position], *self._starts[position : position + 2]
+        found = values[rows[episode.index]]
+        if found.shape[1:] != out.shape[1:] or not np.can_cast(found.dtype, out.dtype, "same_kind"):
+            raise ValueError(
+                f"{episode.data_path}: {key} is {found.dtype}{list(found.shape[1:])}, in the files "
+                f"before it is {out.dtype}{list(out.shape[1:])}. Leave out episode {episode.index} "
+                "or write the file anew."
+            )
+        out[start:stop] = found
+
+    def _read_file(
+        self, path: str, positions: list[int], keys: list[str]
+    ) -> tuple[dict[int, slice], dict[str, np.ndarray]]:
+        whole = self._metadata.root / path
+        episodes = [self._episodes[position] for position in positions]
+        table = read_table(whole, keys)
+        rows = find_rows(self._metadata, whole, episodes, table.num_rows)
+        features = self._metadata.features
+        return rows, {
+            key: to_array(table[key], features[key].shape if key in features else (), whole, key)
+            for key in keys
+        }
+
+    def _derive(self, key: str) -> np.ndarray:
+        episodes = self._episodes
+        lengths = [episode.length for episode in episodes]
+        steps = np.concatenate([np.arange(length) for length in lengths])
+        if key == "frame_index":
+            return steps
+        if key == "timestamp":
+            return (steps / self._metadata.fps).astype(np.float32)
+        if key == "index":
+            return steps + np.repeat([episode.start for episode in episodes], lengths)
+        if key == "episode_index":
+            return np.repeat([episode.index for episode in episodes], lengths)
+        if key == "task_index":
+            numbers = {text: number for number, text in self._metadata.tasks.items()}
+            first = [numbers.get(e.tasks[0], -1) if e.tasks else -1 for e in episodes]
+            return np.repeat(first, lengths)
+        raise KeyError(f"{self._metadata.root} has no column {key!r}; it has {list(self.keys)}.")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k not in ("_values", "_lock")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+
+def read_table(path: Path, keys: Sequence[str]) -> pa.Table:
+    try:
+        return pq.read_table(path, columns=list(keys), use_threads=False)
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(
+            f"{path} cannot be read: {error}. `piston data check` lists every damaged file."
+        ) from None
+
+
+def find_rows(
+    metadata: Metadata, path: Path, episodes: Sequence[Episode], num_rows: int
+) -> dict[int, slice]:
+    """Which rows of a data file are whose."""
+    if metadata.version != "v3.0":
+        return {episode.index: slice(0, num_rows) for episode in episodes}
+    if "episode_index" in pq.read_schema(path).names:
+        owners = read_table(path, ["episode_index"])["episode_index"].to_numpy()
+        return _pieces(metadata, path, episodes, owners)
+    relative = path.relative_to(metadata.root).as_posix()
+    first = min(e.start for e in metadata.episodes if e.data_path == relative)
+    return {e.index: slice(e.start - first, e.start - first + e.length) for e in episodes}
+
+
+def _pieces(
+    metadata: Metadata, path: Path, episodes: Sequence[Episode], owners: np.ndarray
+) -> dict[int, slice]:
+    numbers, firsts, counts = np.unique(owners, return_index=True, return_counts=True)
+    found = {int(n): (int(first), int(count)) for n, first, count in zip(numbers, firsts, counts)}
+    rows = {}
+    for episode in episodes:
+        first, count = found.get(episode.index, (0, 0))
+        if count != episode.length or (owners[first : first + count] != episode.index).any():
+            raise ValueError(
+                f"{path}: {count} rows are of episode {episode.index}, or they are not in one "
+                f"piece; expected {episode.length}. Run: piston data check {metadata.root}"
+            )
+        rows[episode.index] = slice(first, first + count)
+    return rows
+
+
+def to_array(column: pa.ChunkedArray, shape: tuple[int, ...], path: Path, key: str) -> np.ndarray:
+    """(rows,) for plain values, (rows, *shape) for lists."""
+    values, sizes = column.combine_chunks(), []
+    while pa.types.is_list(values.type) or pa.types.is_large_list(values.type) or _is_fixed(values):
+        parents, children = len(values), values.flatten()
+        width = len(children) // max(parents, 1)
+        lengths = pc.list_value_length(values).to_numpy(zero_copy_only=False)
+        if values.null_count or (lengths != width).any():
+            raise ValueError(f"{path}: {key} has rows of different lengths or without a value.")
+        sizes.append(width)
+        values = children
+    if values.null_count:
+        row = int(np.flatnonzero(np.asarray(values.is_null()))[0]) // max(int(np.prod(sizes)), 1)
+        raise ValueError(f"{path}: {key} has no value in row {row}.")
+    array = values.to_numpy(zero_copy_only=False)
+    if not sizes:
+        return array
+    # Arrays of more than one axis are sometimes stored flat.
+    flat = len(sizes) == 1 and len(shape) > 1 and sizes[0] == np.prod(shape)
+    return array.reshape(len(column), *(shape if flat else sizes))
+
+
+def _is_fixed(values: pa.Array) -> bool:
+    return bool(pa.types.is_fixed_size_list(values.type))

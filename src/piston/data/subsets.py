@@ -1,0 +1,196 @@
+"""Parts of data sets and mixtures of them: which episodes, which frames, how often.
+
+Everything here depends on numbers that are given (seeds, weights), never on time or on the machine.
+Knows nothing of what a sample holds, so data sets of different robots can be mixed.
+
+    choose_episodes(metadata.episodes, "0:50")  # or [3, 7], "3,7,9-12", a function of an Episode
+    train, held_out = split_episodes(episodes, 0.1, seed=0)
+    WeightedMixture([a, b], [3, 1]).plan(seed=0, epoch=2)  # rows of (data set, index)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from jaxtyping import Int64
+
+from piston.data.episodes import Episode
+
+EpisodeChoice = str | Iterable[int] | Callable[[Episode], bool] | None
+
+_RANGE = re.compile(r"(\d+)-(\d+)")
+_SLICE = re.compile(r"(\d*):(\d*)")
+
+
+def choose_episodes(episodes: Sequence[Episode], choice: EpisodeChoice) -> list[Episode]:
+    """The episodes that a list, a text or a function names, in their own order.
+
+    Numbers are episode indices. "0:50" is 0 … 49 as far as there are any, "9-12" is 9 … 12 exactly.
+    """
+    if choice is None:
+        chosen = list(episodes)
+    elif callable(choice):
+        chosen = [episode for episode in episodes if choice(episode)]
+    else:
+        known = {episode.index for episode in episodes}
+        numbers = _parse(choice, known) if isinstance(choice, str) else {int(n) for n in choice}
+        if unknown := sorted(numbers - known):
+            raise ValueError(
+                f"Episodes {_shorten(unknown)} were asked for; the data set has {_shorten(known)}."
+            )
+        chosen = [episode for episode in episodes if episode.index in numbers]
+    if not chosen:
+        raise ValueError(f"The choice {choice!r} leaves none of {len(episodes)} episodes.")
+    return chosen
+
+
+def _parse(text: str, known: set[int]) -> set[int]:
+    numbers: set[int] = set()
+    for part in (part.strip() for part in text.split(",")):
+        if part.isdecimal():
+            numbers.add(int(part))
+        elif match := _RANGE.fullmatch(part):
+            numbers.update(range(int(match[1]), int(match[2]) + 1))
+        elif match := _SLICE.fullmatch(part):
+            start, stop = int(match[1] or 0), int(match[2] or max(known) + 1)
+            numbers.update(number for number in known if start <= number < stop)
+        else:
+            raise ValueError(
+                f"{part!r} in {text!r} names no episodes; expected e.g. 0:50 or 3,7,9-12."
+            )
+    return numbers
+
+
+def _shorten(numbers: Iterable[int]) -> str:
+    listed = sorted(numbers)
+    if len(listed) <= 8:
+        return ", ".join(map(str, listed))
+    return f"{', '.join(map(str, listed[:4]))} … {listed[-1]} ({len(listed)} in all)"
+
+
+def split_episodes(
+    episodes: Sequence[Episode], held_out: float | int, *, seed: int = 0
+) -> tuple[list[int], list[int]]:
+    """Episode indices to train on and to hold out: a share (0.1) or a number (5) of them.
+
+    Each episode's place depends on the seed and its own index only: with more episodes recorded
+    later, most stay on their side.
+    """
+    count = round(held_out * len(episodes)) if isinstance(held_out, float) else held_out
+    if isinstance(held_out, float) and not 0 < held_out < 1:
+        raise ValueError(f"The share held out is {held_out}; expected is more than 0, less than 1.")
+    if isinstance(held_out, float):
+        count = max(count, 1)
+    if not 0 < count < len(episodes):
+        raise ValueError(
+            f"{count} of {len(episodes)} episodes are to be held out; at least one has to be on "
+            "either side."
+        )
+
+    def place(index: int) -> bytes:
+        return hashlib.sha256(f"{seed}/{index}".encode()).digest()
+
+    order = sorted((episode.index for episode in episodes), key=place)
+    return sorted(order[count:]), sorted(order[:count])
+
+
+class Samples(Protocol):
+    """What can be mixed: a data set as it is, or after its own robot's transforms."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+
+class WeightedMixture:
+    """Several data sets as one; `weights` are the shares of the samples, in any unit.
+
+    `mixture[i]` numbers the samples of all data sets one after another, without weights. Order and
+    weights are in `plan`, which is all that a loader needs.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[Samples],
+        weights: Sequence[float],
+        *,
+        samples_per_epoch: int | None = None,
+    ):
+        if not datasets or len(datasets) != len(weights):
+            raise ValueError(
+                f"{len(datasets)} data sets, {len(weights)} weights; as many expected."
+            )
+        if not all(0 < weight < float("inf") for weight in weights):
+            raise ValueError(f"Weights are {list(weights)}; each has to be more than 0.")
+        if not all(len(dataset) for dataset in datasets):
+            raise ValueError("A data set without samples cannot be mixed.")
+        self.datasets = tuple(datasets)
+        self.weights = tuple(float(weight) / sum(weights) for weight in weights)
+        self._starts = np.cumsum([0, *(len(dataset) for dataset in datasets)])
+        self.samples_per_epoch = samples_per_epoch or len(self)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: int) -> Any:
+        dataset, inside = self.locate(index)
+        return self.datasets[dataset][inside]
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """Which data set, and which of its samples."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"There is no sample {index}; the mixture has {len(self)}.")
+        dataset = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return dataset, int(index - self._starts[dataset])
+
+    def flat(self, plan: Int64[np.ndarray, "n 2"]) -> Int64[np.ndarray, " n"]:
+        """The rows of a plan as indices for `mixture[i]`."""
+        return self._starts[plan[:, 0]] + plan[:, 1]
+
+    def plan(self, *, seed: int, epoch: int) -> Int64[np.ndarray, "n 2"]:
+        """One epoch in order: (data set, index) for each sample.
+
+        Each data set gives its share and goes on in the next epoch where it stopped, so that all of
+        its samples are seen equally often, however large or small its weight.
+        """
+        counts = _shares(self.samples_per_epoch, self.weights)
+        parts = [
+            np.stack([np.full(count, number), self._take(seed, epoch, number, count)], axis=1)
+            for number, count in enumerate(counts)
+        ]
+        return np.concatenate(parts)[shuffled(self.samples_per_epoch, seed, epoch)]
+
+    def _take(self, seed: int, epoch: int, number: int, count: int) -> np.ndarray:
+        """`count` samples from an endless row of passes over the data set, each shuffled anew."""
+        size = len(self.datasets[number])
+        begin, end = epoch * count, (epoch + 1) * count
+        passes = range(begin // size, -(-end // size))
+        if not passes:
+            return np.empty(0, np.int64)
+        row = np.concatenate([shuffled(size, seed, number, which, 1) for which in passes])
+        return row[begin - passes[0] * size :][:count]
+
+
+def shuffled(count: int, *key: int) -> Int64[np.ndarray, " count"]:
+    """0 … count − 1 in an order that depends on the key alone.
+
+    NumPy promises that the raw numbers of a bit generator stay the same over its versions, which it
+    does not promise of `permutation`.
+    """
+    if min(key, default=0) < 0:
+        raise ValueError(f"Seed and epoch are {key}; expected are numbers from 0 up.")
+    raw = np.random.Philox(np.random.SeedSequence(key)).random_raw(count)
+    return np.argsort(raw, kind="stable")
+
+
+def _shares(total: int, weights: Sequence[float]) -> list[int]:
+    """Whole numbers that add up to the total; who loses most by rounding gets the rest."""
+    exact = np.asarray(weights) * total
+    counts = np.floor(exact).astype(np.int64)
+    rest = np.argsort(counts - exact, kind="stable")[: total - int(counts.sum())]
+    counts[rest] += 1
+    return [int(count) for count in counts]

@@ -1,0 +1,208 @@
+"""A folder's own words: all versions, and what is made of untidy ones."""
+
+import json
+import os
+import shutil
+
+import pytest
+
+from piston.data.location import lerobot_home, locate
+from piston.data.metadata import Metadata
+
+from .synthetic import FPS, Folder
+
+TOP = "observation.images.top"
+
+
+def _whats(metadata):
+    return [f"{problem.where}: {problem.what}" for problem in metadata.problems]
+
+
+@pytest.mark.parametrize(("name", "frames"), [("lerobot_v21", 60), ("lerobot_v30", 71)])
+def test_sets_written_by_lerobot_are_read_without_a_complaint(small_reference, name, frames):
+    metadata = Metadata.read(small_reference / "datasets" / name)
+    assert metadata.version == f"v{name[-2]}.{name[-1]}"
+    assert (metadata.fps, metadata.total_frames, len(metadata.episodes)) == (25, frames, 3)
+    assert metadata.cameras == (TOP, "observation.images.wrist")
+    assert metadata.tasks == {0: "Transfer cube", 1: "Open the drawer"}
+    assert metadata.episodes[1].tasks == ("Open the drawer",)
+    assert metadata.episodes[1].start == metadata.episodes[0].length
+    assert metadata.features["action"].shape == (14,)
+    assert metadata.problems == ()
+
+
+def test_a_camera_that_is_declared_but_has_no_files_is_ignored_and_told(reference):
+    metadata = Metadata.read(reference / "datasets" / "gr00t_robot_sim_PickNPlace")
+    assert (metadata.version, metadata.fps, metadata.total_frames) == ("v2.0", 20, 2096)
+    assert metadata.cameras == ("observation.images.ego_view",)
+    assert [p.where for p in metadata.problems] == ["observation.images.egoview"]
+
+
+@pytest.mark.parametrize("version", ["v2.0", "v2.1", "v3.0"])
+def test_nothing_but_meta_is_needed(tmp_path, version):
+    folder = Folder(tmp_path / "set", version)
+    shutil.rmtree(folder.root / "data")
+    shutil.rmtree(folder.root / "videos")
+    metadata = Metadata.read(folder.root, files=False)
+    assert metadata.total_frames == sum(folder.lengths)
+    assert metadata.cameras == (TOP,)
+    assert metadata.problems == ()
+
+
+def test_an_episode_of_v3_knows_its_place_in_a_shared_file(tmp_path):
+    metadata = Metadata.read(Folder(tmp_path / "set", "v3.0", lengths=(12, 9)).root)
+    span = metadata.episodes[1].videos[TOP]
+    assert span.path == f"videos/{TOP}/chunk-000/file-000.mp4"
+    assert (span.start, span.stop) == (12 / FPS, 21 / FPS)
+
+
+def test_a_folder_named_video_is_found(tmp_path):
+    folder = Folder(tmp_path / "set")
+    (folder.root / "videos").rename(folder.root / "video")
+    metadata = Metadata.read(folder.root)
+    assert metadata.episodes[0].videos[TOP].path.startswith("video/chunk-000/")
+    assert any("not named `videos`" in what for what in _whats(metadata))
+
+
+def test_missing_files_cost_their_own_episode(tmp_path):
+    folder = Folder(tmp_path / "set")
+    folder.video_path(1).unlink()
+    folder.data_path(2).unlink()
+    metadata = Metadata.read(folder.root)
+    assert [(p.episode, p.camera, p.leaves_out) for p in metadata.problems] == [
+        (1, TOP, True),
+        (2, None, True),
+    ]
+
+
+def test_a_line_cut_by_a_crash_costs_its_own_episode(tmp_path):
+    folder = Folder(tmp_path / "set")
+    path = folder.root / "meta/episodes.jsonl"
+    path.write_text(path.read_text()[:-20] + "\n\n")
+    metadata = Metadata.read(folder.root)
+    assert [episode.index for episode in metadata.episodes] == [0, 1]
+    assert any("episodes.jsonl:3" in what for what in _whats(metadata))
+
+
+def test_a_damaged_table_of_episodes_costs_the_episodes_it_lists(tmp_path):
+    folder = Folder(tmp_path / "set", "v3.0")
+    damaged = folder.root / "meta/episodes/chunk-000/file-001.parquet"
+    damaged.write_bytes(b"PAR1 and no more")
+    metadata = Metadata.read(folder.root)
+    assert len(metadata.episodes) == 3
+    assert any("file-001.parquet: cannot be read" in what for what in _whats(metadata))
+
+
+def test_a_span_that_is_too_short_would_show_the_next_episode(tmp_path):
+    folder = Folder(tmp_path / "set", "v3.0")
+    rows = [folder.episode_row(episode) for episode in range(3)]
+    rows[1][f"videos/{TOP}/to_timestamp"] -= 2 / FPS
+    folder.write_episodes(rows)
+    (problem,) = Metadata.read(folder.root).problems
+    assert (problem.episode, problem.camera, problem.leaves_out) == (1, TOP, True)
+    assert "9 rows, but its video spans 7.0 frames" in problem.what
+
+
+def test_without_a_list_of_tasks_the_episodes_keep_theirs(tmp_path):
+    folder = Folder(tmp_path / "set")
+    (folder.root / "meta/tasks.jsonl").unlink()
+    metadata = Metadata.read(folder.root)
+    assert metadata.tasks == {}
+    assert metadata.episodes[1].tasks == ("open the drawer",)
+    assert [p.where for p in metadata.problems] == ["meta/tasks.jsonl"]
+
+
+def test_wrong_totals_are_told_and_not_believed(tmp_path):
+    folder = Folder(tmp_path / "set")
+    folder.edit_info(total_frames=7)
+    metadata = Metadata.read(folder.root)
+    assert metadata.total_frames == 36
+    assert any("total_frames is 7, the episodes say 36" in what for what in _whats(metadata))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"codebase_version": "v1.6"}, "v1.6.*can be read"),
+        ({"fps": 0}, "fps is 0"),
+        ({"fps": None}, "fps is None"),
+        ({"features": None}, "declares no features"),
+        ({"data_path": "data/{episode}.parquet"}, "data_path.*cannot be filled in"),
+    ],
+)
+def test_what_leaves_nothing_to_read_is_an_error(tmp_path, changes, message):
+    folder = Folder(tmp_path / "set")
+    folder.edit_info(**changes)
+    with pytest.raises(ValueError, match=message):
+        Metadata.read(folder.root)
+
+
+def test_a_missing_version_is_told_from_the_layout(tmp_path):
+    folder = Folder(tmp_path / "set", "v3.0")
+    folder.edit_info(codebase_version=None)
+    assert Metadata.read(folder.root).version == "v3.0"
+
+
+def test_a_folder_above_the_set_names_it(tmp_path):
+    Folder(tmp_path / "sets" / "mine")
+    with pytest.raises(FileNotFoundError, match=r"no LeRobot data set.*sets/mine"):
+        Metadata.read(tmp_path / "sets")
+
+
+def test_info_that_is_no_json_is_an_error(tmp_path):
+    folder = Folder(tmp_path / "set")
+    (folder.root / "meta/info.json").write_text("{")
+    with pytest.raises(ValueError, match="not valid JSON"):
+        Metadata.read(folder.root)
+
+
+def test_a_template_of_ones_own_is_followed(tmp_path):
+    folder = Folder(tmp_path / "set")
+    moved = folder.root / "data/all"
+    (folder.root / "data/chunk-000").rename(moved)
+    folder.edit_info(data_path="data/all/episode_{episode_index:06d}.parquet")
+    metadata = Metadata.read(folder.root)
+    assert metadata.episodes[0].data_path == "data/all/episode_000000.parquet"
+    assert metadata.problems == ()
+
+
+def test_local_places_come_before_the_hub(tmp_path, monkeypatch):
+    home, here = tmp_path / "home", tmp_path / "here"
+    (home / "owner/name").mkdir(parents=True)
+    here.mkdir()
+    monkeypatch.setenv("HF_LEROBOT_HOME", str(home))
+    monkeypatch.chdir(here)
+    assert locate("owner/name") == home / "owner/name"
+    (here / "owner/name").mkdir(parents=True)
+    assert locate("owner/name").resolve() == here / "owner/name"
+
+
+def test_the_home_of_lerobot_follows_the_environment(monkeypatch):
+    monkeypatch.delenv("HF_LEROBOT_HOME", raising=False)
+    monkeypatch.setenv("HF_HOME", "/somewhere")
+    assert os.fspath(lerobot_home()) == "/somewhere/lerobot"
+
+
+def test_what_is_nowhere_goes_to_the_hub_or_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_LEROBOT_HOME", str(tmp_path))
+    asked = []
+
+    def resolve(location):
+        asked.append(location)
+        return tmp_path / "downloaded" / location.rsplit("/", 1)[1]
+
+    monkeypatch.setattr("piston.data.location.resolve", resolve)
+    assert locate("owner/name") == tmp_path / "downloaded/name"
+    assert locate("hf://datasets/owner/name", only_meta=True) == tmp_path / "downloaded"
+    assert asked == ["hf://datasets/owner/name", "hf://datasets/owner/name/meta"]
+    with pytest.raises(FileNotFoundError, match="There is no data set"):
+        locate(str(tmp_path / "not" / "here" / "at" / "all"))
+
+
+def test_metadata_is_read_the_same_when_lines_have_other_fields(tmp_path):
+    folder = Folder(tmp_path / "set")
+    path = folder.root / "meta/episodes.jsonl"
+    rows = [json.loads(line) | {"extra": [1]} for line in path.read_text().splitlines()]
+    rows[0]["tasks"] = "one sentence"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert Metadata.read(folder.root).episodes[0].tasks == ("one sentence",)

@@ -1,0 +1,152 @@
+"""Which episodes, and a mixture's plan."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from piston.data.episodes import Episode
+from piston.data.subsets import WeightedMixture, choose_episodes, shuffled, split_episodes
+
+
+def _episodes(indices):
+    return [Episode(index, 0, 10 + index, (), "", {}) for index in indices]
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        (None, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]),
+        ("0:3", [0, 1, 2]),
+        (":2", [0, 1]),
+        ("8:", [8, 9]),
+        ("0:100", [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]),
+        ("3,7,8-9", [3, 7, 8, 9]),
+        (" 5 , 1:3 ", [1, 2, 5]),
+        ([7, 3, 3], [3, 7]),
+        (np.array([1, 2]), [1, 2]),
+        (range(2), [0, 1]),
+        (lambda episode: episode.length >= 18, [8, 9]),
+    ],
+)
+def test_episodes_are_chosen_in_their_own_order(choice, expected):
+    assert [episode.index for episode in choose_episodes(_episodes(range(10)), choice)] == expected
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ([3, 12], r"Episodes 12 were asked for; the data set has 0, 1, 2, 3 … 9 \(10 in all\)"),
+        ("8-11", "Episodes 10, 11"),
+        ("50:60", "leaves none of 10"),
+        (lambda _: False, "leaves none"),
+        ("first", "names no episodes"),
+        ("", "names no episodes"),
+        ("1--3", "names no episodes"),
+    ],
+)
+def test_what_names_no_episode_is_refused(choice, message):
+    with pytest.raises(ValueError, match=message):
+        choose_episodes(_episodes(range(10)), choice)
+
+
+@given(
+    indices=st.sets(st.integers(0, 10_000), min_size=2, max_size=60),
+    share=st.floats(0.01, 0.99),
+    seed=st.integers(0, 1000),
+)
+def test_a_split_holds_every_episode_once(indices, share, seed):
+    episodes = _episodes(sorted(indices))
+    count = max(round(share * len(episodes)), 1)
+    if count == len(episodes):
+        with pytest.raises(ValueError, match="either side"):
+            split_episodes(episodes, share, seed=seed)
+        return
+    train, held_out = split_episodes(episodes, share, seed=seed)
+    assert sorted(train + held_out) == sorted(indices)
+    assert len(held_out) == count
+    assert split_episodes(episodes[::-1], share, seed=seed) == (train, held_out)
+
+
+def test_a_split_depends_on_the_seed_and_hardly_on_what_is_added_later():
+    episodes = _episodes(range(100))
+    held_out = set(split_episodes(episodes, 10, seed=1)[1])
+    assert held_out != set(split_episodes(episodes, 10, seed=2)[1])
+    later = set(split_episodes(_episodes(range(110)), 11, seed=1)[1])
+    assert len(held_out & later) >= 8
+    assert split_episodes(episodes, 3, seed=0)[1] == [16, 31, 46]  # the same on every machine
+
+
+@pytest.mark.parametrize("held_out", [0, 10, 12, 0.0, 1.0, -0.5])
+def test_both_sides_of_a_split_have_episodes(held_out):
+    with pytest.raises(ValueError):
+        split_episodes(_episodes(range(10)), held_out)
+
+
+def test_a_mixture_numbers_all_samples():
+    mixture = WeightedMixture([list("abc"), list("de")], [1, 1])
+    assert "".join(mixture[index] for index in range(len(mixture))) == "abcde"
+    assert mixture.locate(3) == (1, 0)
+    with pytest.raises(IndexError):
+        mixture[5]
+    plan = mixture.plan(seed=0, epoch=0)
+    picked = [mixture.datasets[dataset][index] for dataset, index in plan]
+    assert [mixture[int(index)] for index in mixture.flat(plan)] == picked
+
+
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    weights=st.lists(st.floats(0.05, 20), min_size=4, max_size=4),
+    seed=st.integers(0, 99),
+    per_epoch=st.integers(1, 120),
+)
+def test_shares_hold_and_every_sample_comes_equally_often(sizes, weights, seed, per_epoch):
+    weights = weights[: len(sizes)]
+    datasets = [range(size) for size in sizes]
+    mixture = WeightedMixture(datasets, weights, samples_per_epoch=per_epoch)
+    plans = [mixture.plan(seed=seed, epoch=epoch) for epoch in range(5)]
+    for plan in plans:
+        assert plan.shape == (per_epoch, 2)
+        counts = np.bincount(plan[:, 0], minlength=len(sizes))
+        exact = np.asarray(weights) / sum(weights) * per_epoch
+        assert (np.abs(counts - exact) < 1 + 1e-9).all()
+    together = np.concatenate(plans)
+    for number, size in enumerate(sizes):
+        seen = np.bincount(together[together[:, 0] == number, 1], minlength=size)
+        assert len(seen) == size
+        assert seen.max() - seen.min() <= 1
+
+
+def test_a_plan_depends_on_seed_and_epoch_alone():
+    def plan(seed, epoch):
+        return WeightedMixture([range(50), range(20)], [3, 1]).plan(seed=seed, epoch=epoch)
+
+    np.testing.assert_array_equal(plan(1, 2), plan(1, 2))
+    assert not np.array_equal(plan(1, 2), plan(1, 3))
+    assert not np.array_equal(plan(1, 2), plan(2, 2))
+    # Data sets are mixed through the whole epoch, not one after another.
+    halves = np.split(plan(0, 0)[:, 0], 2)
+    assert all(0 < half.sum() < len(half) for half in halves)
+
+
+def test_a_shuffle_is_the_same_everywhere_and_keys_differ():
+    assert shuffled(8, 3, 1).tolist() == shuffled(8, 3, 1).tolist()
+    assert sorted(shuffled(1000, 0)) == list(range(1000))
+    assert shuffled(50, 3, 1).tolist() != shuffled(50, 1, 3).tolist()
+    with pytest.raises(ValueError, match="from 0 up"):
+        shuffled(3, -1)
+
+
+@pytest.mark.parametrize(
+    ("datasets", "weights", "message"),
+    [
+        ([], [], "as many expected"),
+        ([[1]], [1, 2], "as many expected"),
+        ([[1], [2]], [1, 0], "more than 0"),
+        ([[1], [2]], [1, float("nan")], "more than 0"),
+        ([[1], []], [1, 1], "without samples"),
+    ],
+)
+def test_a_mixture_that_makes_no_sense_is_refused(datasets, weights, message):
+    with pytest.raises(ValueError, match=message):
+        WeightedMixture(datasets, weights)
