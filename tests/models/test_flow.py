@@ -346,6 +346,8 @@ def test_sampling_is_reproducible_and_says_what_is_wrong():
     assert not torch.equal(first, model.sample_actions(observation, generator=seeded(1)))
     with pytest.raises(ValueError, match="num_steps"):
         model.sample_actions(observation, num_steps=0)
+    with pytest.raises(ValueError, match=r"noise has shape \(2, 4, 5\), expected \(1, 4, 5\)"):
+        model.sample_actions(observation, tiny.chunk(model, 2))
     renamed = dataclasses.replace(
         observation,
         images={"top": observation.images["camera_0"]},

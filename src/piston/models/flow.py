@@ -146,6 +146,8 @@ class Pi0(nn.Module):
         shape = (observation.batch_size, self.config.action_horizon, self.config.action_dim)
         if noise is None:
             noise = standard_normal(shape, observation.device, generator)
+        if noise.shape != shape:
+            raise ValueError(f"noise has shape {tuple(noise.shape)}, expected {shape}.")
         cache = self.prefill(observation)
         times = 1 - torch.arange(num_steps, device=noise.device) / num_steps
         condition = self.condition(times)
