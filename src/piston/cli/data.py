@@ -1,4 +1,4 @@
-"""`piston data check PATH` and `piston data info PATH`: what a data set holds and what is wrong."""
+"""`piston data check|info|convert`: what a data set holds, what is wrong, and a newer format."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from piston.cli import data_convert
 from piston.cli.screen import console
 from piston.data.check import check_dataset, usable
 from piston.data.episodes import Problem
@@ -106,9 +107,10 @@ def _problem_table(problems: list[Problem]) -> Table:
 SUB_VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "check": (check, "read a whole data set and tell what is wrong with it"),
     "info": (info, "episodes, length, features and tasks"),
+    "convert": (data_convert.run, "LeRobot v2.x, or ALOHA's HDF5 episodes, to v3.0"),
 }
 
 
 def _help() -> str:
     rows = (f"  {verb:<8} {what}" for verb, (_, what) in SUB_VERBS.items())
-    return "\n".join(["usage: piston data VERB PATH", "", *rows])
+    return "\n".join(["usage: piston data VERB …", "", *rows])
