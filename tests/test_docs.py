@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).parent.parent / "docs"
+REPOSITORY = Path(__file__).parent.parent
+DOCS = REPOSITORY / "docs"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-PAGES = sorted(page for page in DOCS.glob("*.md") if BLOCK.search(page.read_text("utf-8")))
+PAGES = [
+    REPOSITORY / "README.md",
+    *sorted(page for page in DOCS.glob("*.md") if BLOCK.search(page.read_text("utf-8"))),
+]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

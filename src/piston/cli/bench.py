@@ -10,6 +10,7 @@ from piston.cli.screen import fail
 # what → what it measures; its file is piston/cli/bench_<what>.py with `run(args)`.
 BENCHMARKS = {
     "inference": "one chunk of a full-size model, against the machine's own limit",
+    "serve": "round trips, load and batching of the policy server",
     "data": "reading a data set: naive, cold, warm, cached",
     "stats": "normalisation statistics, on made-up columns",
 }

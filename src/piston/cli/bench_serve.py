@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import importlib
 import importlib.util
 import multiprocessing
 import os
@@ -109,9 +110,8 @@ def _public_client(port: int) -> tuple[str, Infer]:
     """openpi-client where it is installed, because that is what robots out there use."""
     if importlib.util.find_spec("openpi_client") is None:
         return "piston.client", Client("127.0.0.1", port).infer
-    from openpi_client.websocket_client_policy import WebsocketClientPolicy
-
-    return "openpi-client", WebsocketClientPolicy("127.0.0.1", port).infer
+    public = importlib.import_module("openpi_client.websocket_client_policy")
+    return "openpi-client", public.WebsocketClientPolicy("127.0.0.1", port).infer
 
 
 def _serve_idle(pipe: Connection) -> None:
@@ -153,7 +153,15 @@ class _Load:
     # The largest difference of each reply to what its observation got when it was alone.
     differences: list[float] = dataclasses.field(default_factory=list)
     errors: list[Exception] = dataclasses.field(default_factory=list)
-    bytes_grown: int | None = None
+    # Bytes that the server held, from beginning to end; NaN where that cannot be known.
+    memory: list[float] = dataclasses.field(default_factory=list)
+
+    @property
+    def bytes_grown(self) -> float:
+        """From the second quarter of the time to the last: what a batch needs comes and goes."""
+        quarter = len(self.memory) // 4
+        early, late = self.memory[quarter : 2 * quarter], self.memory[-quarter:]
+        return float(np.median(late) - np.median(early))
 
     @property
     def num_errors(self) -> int:
@@ -178,13 +186,9 @@ def _load(chosen: Arguments, max_batch: int) -> _Load:
         ]
         for client in clients:
             client.start()
-        # Memory counts from when there have been batches of every size.
-        time.sleep(chosen.seconds / 2)
-        before = _resident_bytes(pid)
-        for client in clients:
-            client.join()
-        after = _resident_bytes(pid)
-    load.bytes_grown = None if before is None or after is None else after - before
+        while any(client.is_alive() for client in clients):
+            load.memory.append(_resident_bytes(pid))
+            time.sleep(chosen.seconds / 200)
     return load
 
 
@@ -227,7 +231,14 @@ def _serve_tiny(pipe: Connection, preset: str, config: ServerConfig, threads: in
 
     torch.set_num_threads(threads)
     policy = random_policy(preset)
-    with running_server(policy, config, warm_up=policy.warm_up) as server:
+    example = example_of(presets.get(preset))
+
+    def warm_up() -> None:
+        # Every size that a batch may have: memory counts from when all of them have been seen.
+        for size in range(config.max_batch, 0, -1):
+            policy.infer_batch([example] * size)
+
+    with running_server(policy, config, warm_up=warm_up) as server:
         pipe.send(server.port)
         pipe.recv()
 
@@ -249,19 +260,18 @@ def _load_table(chosen: Arguments, loads: list[_Load]) -> Table:
         "errors": lambda load: f"{load.num_errors} {load.errors[:1] or ''}",
         "wrong or swapped replies": lambda load: str(load.num_wrong),
         "largest difference to one by one": lambda load: f"{max(load.differences):.1e}",
-        "server's memory growth, MB": lambda load: (
-            "unknown" if load.bytes_grown is None else f"{load.bytes_grown / 2**20:.1f}"
-        ),
+        "server's memory, mean MB": lambda load: f"{np.mean(load.memory) / 2**20:.0f}",
+        "server's memory growth, MB": lambda load: f"{load.bytes_grown / 2**20:.0f}",
     }
     for name, show in rows.items():
         table.add_row(name, *(show(load) for load in loads))
     return table
 
 
-def _resident_bytes(pid: int) -> int | None:
+def _resident_bytes(pid: int) -> float:
     status = Path(f"/proc/{pid}/statm")
     if not status.exists():
-        return None
+        return float("nan")
     return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -276,7 +286,11 @@ def _process(serve: Callable[..., None], *args: Any) -> Iterator[tuple[int, int]
     # Closed here, so that a server that does not come up ends the wait for its port.
     theirs.close()
     try:
-        yield ours.recv(), process.pid
+        try:
+            port = ours.recv()
+        except EOFError:
+            raise OSError("A server did not come up; its process says why, above.") from None
+        yield port, process.pid
         ours.send(None)
         process.join(10)
     finally:

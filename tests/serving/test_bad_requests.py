@@ -1,0 +1,233 @@
+"""Whatever is wrong with a request is that request's error, and nobody else's."""
+
+import logging
+import pickle
+import re
+import struct
+import threading
+import time
+from pathlib import Path
+
+import msgpack
+import numpy as np
+import pytest
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect as open_websocket
+
+from piston.client.codec import pack, unpack
+from piston.serving.protocol import BadRequest, decode_request, encode_error, message_limits
+
+
+class Exploding:
+    """What a pickle would run on loading."""
+
+    def __reduce__(self):
+        return (Path.touch, (Path("unpickled"),))
+
+
+def nested(depth: int) -> bytes:
+    return b"\x81\xa1a" * depth + b"\xc0"
+
+
+def array(**changes) -> bytes:
+    parts = {b"__ndarray__": True, b"data": b"\0" * 8, b"dtype": "<f8", b"shape": [1]}
+    return msgpack.packb({"state": {**parts, **{key.encode(): v for key, v in changes.items()}}})
+
+
+BAD_MESSAGES = {
+    "empty": (b"", "cut off"),
+    "no msgpack": (b"\xc1\xff\x00", "cannot be read"),
+    "cut off": (pack({"state": np.zeros(4)})[:-3], "cut off"),
+    "more than one value": (pack({}) + pack({}), "more follow"),
+    "text frame": ('{"state": [0, 0, 0, 0]}', "text frame"),
+    "no map": (pack([1, 2, 3]), "found a list"),
+    "endless nesting": (nested(100_000), "[Nn]ested deeper"),
+    "huge list": (b"\xdd\xff\xff\xff\xff", "cut off"),
+    "too many values": (pack({"state": [0] * 10_000}), "More than"),
+    "extension type": (msgpack.packb({"state": msgpack.ExtType(5, b"x")}), "no value"),
+    "object array": (array(dtype="|O"), "dtype"),
+    "void array": (array(dtype="|V8"), "dtype"),
+    "structured array": (array(dtype="[('f0', '<f8')]"), "dtype"),
+    "shape and data differ": (array(shape=[1000]), "8000 bytes; found 8"),
+    "negative shape": (array(shape=[-1]), "shape"),
+    "missing key": (pack({"state": np.zeros(4)}), "'images' is missing"),
+    "wrong shape": (pack({"state": np.zeros(5), "images": {}}), r"shape \(5,\)"),
+    "wrong dtype": (pack({"state": np.array(["a"] * 4), "images": {}}), "dtype"),
+    "NaN in an array": (pack({"state": np.full(4, np.nan), "images": {}}), "'state' holds NaN"),
+    "infinity in a list": (pack({"state": [0, 0, [float("inf")]]}), r"'state\[2\]\[0\]' holds"),
+    "request id that is no number": (pack({"request_id": "one"}), "whole number"),
+}
+
+
+@pytest.fixture
+def websocket(start, policy):
+    with open_websocket(start(policy).url, max_size=None, compression=None) as connection:
+        connection.recv()
+        yield connection
+
+
+@pytest.mark.parametrize(("message", "says"), BAD_MESSAGES.values(), ids=BAD_MESSAGES)
+def test_an_error_for_this_request_and_a_reply_to_the_next(websocket, observe, message, says):
+    websocket.send(message)
+    error = websocket.recv(timeout=5)
+    assert isinstance(error, str)
+    assert error.startswith("bad_request: ")
+    assert len(error.encode()) < 4096
+    assert "Traceback" not in error
+    assert re.search(says, error), error
+    websocket.send(pack(observe(7)))
+    assert unpack(websocket.recv(timeout=5))["actions"].shape == (5, 4)
+
+
+def test_good_and_bad_mixed_on_one_connection(websocket, observe):
+    for number, (message, _) in enumerate(list(BAD_MESSAGES.values()) * 3):
+        websocket.send(message)
+        websocket.send(pack(observe(number)))
+    for _ in range(3 * len(BAD_MESSAGES)):
+        assert isinstance(websocket.recv(timeout=5), str)
+        assert isinstance(websocket.recv(timeout=5), bytes)
+
+
+def test_nothing_is_unpickled(websocket, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    payload = pickle.dumps(Exploding())
+    legacy = {b"nd": True, b"type": "O", b"kind": b"O", b"shape": [1], b"data": payload}
+    for message in (payload, pack({"state": payload}), msgpack.packb({"state": legacy})):
+        websocket.send(message)
+        assert isinstance(websocket.recv(timeout=5), str)
+    assert not Path("unpickled").exists()
+
+
+def test_an_error_with_an_id_is_a_map(websocket, observe):
+    websocket.send(pack({"state": np.zeros(4), "request_id": 41}))
+    reply = unpack(websocket.recv(timeout=5))
+    assert reply["request_id"] == 41
+    assert reply["error"]["type"] == "bad_request"
+    # The note says which transform refused.
+    assert "in transform check (1 of 1)" in reply["error"]["message"]
+    websocket.send(pack(observe(request_id=2**63)))
+    assert unpack(websocket.recv(timeout=5))["request_id"] == 2**63
+
+
+def test_a_policy_that_fails_says_so_without_a_traceback(websocket, observe, caplog):
+    with caplog.at_level(logging.ERROR):
+        websocket.send(pack(observe(fail=True)))
+        error = websocket.recv(timeout=5)
+    assert error.startswith("internal: RuntimeError: the device is on fire")
+    assert "Traceback" not in error
+    assert "Traceback" in caplog.text
+
+
+def test_debug_sends_the_traceback(start, policy, observe):
+    with open_websocket(start(policy, debug=True).url) as websocket:
+        websocket.recv()
+        websocket.send(pack(observe(fail=True)))
+        error = websocket.recv(timeout=5)
+    assert "Traceback" in error
+    assert len(error.encode()) < 4096
+
+
+def test_a_result_that_cannot_be_sent(start, policy, observe):
+    policy.infer_batch = lambda observations: [{"actions": object()} for _ in observations]
+    with open_websocket(start(policy).url) as websocket:
+        websocket.recv()
+        websocket.send(pack(observe()))
+        assert "result cannot be sent" in websocket.recv(timeout=5)
+
+
+def test_a_bad_request_in_a_batch_fails_alone(start, connect, policy, observe):
+    policy.gate = threading.Event()
+    server = start(policy)
+    clients = [connect(server) for _ in range(4)]
+    observations = [observe(0), observe(1), {"state": np.zeros(4)}, observe(3)]
+    replies: dict = {}
+
+    def ask(number: int) -> None:
+        try:
+            replies[number] = clients[number].infer(observations[number])["actions"]
+        except RuntimeError as error:
+            replies[number] = str(error)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+    threads[0].start()
+    policy.began.acquire()
+    for thread in threads[1:]:
+        thread.start()
+    while len(server._batcher) < 3:
+        time.sleep(0.001)
+    policy.gate.set()
+    for thread in threads:
+        thread.join(5)
+    assert policy.batch_sizes[:2] == [1, 3]
+    assert "'images' is missing" in replies[2]
+    for number in (0, 1, 3):
+        expected = policy._act(observations[number])["actions"]
+        np.testing.assert_array_equal(replies[number], expected)
+
+
+def frame(num_bytes: int, *, opcode: int = 0x2, final: bool = True) -> bytes:
+    """The header of a frame; masked with zeros, which leave the payload as it is."""
+    return struct.pack("!BBQ", opcode | (0x80 if final else 0), 0x80 | 127, num_bytes) + b"\0" * 4
+
+
+def test_a_frame_of_two_gigabytes(start, policy, observe, resident_bytes):
+    zeros = bytes(2**20)
+    with open_websocket(start(policy).url) as websocket:
+        websocket.recv()
+        before = resident_bytes()
+        websocket.socket.sendall(frame(2**31))
+        for _ in range(2**31 // len(zeros)):
+            websocket.socket.sendall(zeros)
+        error = websocket.recv(timeout=20)
+        assert f"A message of {2**31} bytes; at most {32 * 2**20}" in error
+        assert resident_bytes() - before < 50 * 2**20
+        websocket.send(pack(observe()))
+        assert isinstance(websocket.recv(timeout=5), bytes)
+
+
+def test_a_message_of_many_frames_has_the_same_limit(start, policy, observe):
+    with open_websocket(start(policy, max_message_bytes=100_000).url) as websocket:
+        websocket.recv()
+        good = pack(observe(1, 64))
+        websocket.send([good[:5000], good[5000:5001], b"", good[5001:]])
+        assert isinstance(websocket.recv(timeout=5), bytes)
+        websocket.send([bytes(40_000)] * 5)
+        assert "A message of 200000 bytes" in websocket.recv(timeout=5)
+        # One of its frames alone is too large.
+        websocket.send([bytes(100), bytes(150_000), bytes(100)])
+        assert "A message of 150200 bytes" in websocket.recv(timeout=5)
+        websocket.send(good)
+        assert isinstance(websocket.recv(timeout=5), bytes)
+
+
+def test_a_connection_that_ends_within_a_frame_disturbs_nobody(start, connect, policy, observe):
+    server = start(policy)
+    for size in (2**31, 2**20):
+        with open_websocket(server.url) as websocket:
+            websocket.recv()
+            websocket.socket.sendall(frame(size) + bytes(1000))
+            websocket.socket.shutdown(2)
+    assert connect(server).infer(observe())["actions"].shape == (5, 4)
+
+
+def test_broken_framing_ends_only_its_own_connection(start, connect, policy, observe):
+    server = start(policy)
+    with open_websocket(server.url) as websocket:
+        websocket.recv()
+        websocket.socket.sendall(b"\xff" * 100)
+        with pytest.raises(ConnectionClosed):
+            websocket.recv(timeout=5)
+    assert connect(server).infer(observe())["actions"].shape == (5, 4)
+
+
+def test_error_replies_stay_small_whatever_they_quote():
+    for text in ("x" * 100_000, "€" * 100_000, "\ud800" * 10_000):
+        for request_id in (None, 7):
+            reply = encode_error("bad_request", text, request_id)
+            assert len(reply.encode() if isinstance(reply, str) else reply) <= 4096
+
+
+def test_a_long_key_is_not_quoted_in_full():
+    with pytest.raises(BadRequest) as caught:
+        decode_request(pack({"k" * 10_000: float("nan")}), message_limits(2**20))
+    assert len(str(caught.value)) < 400

@@ -1,0 +1,189 @@
+"""Batches: who shares one, who waits, and that nobody gets another's reply."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from piston.serving.batching import Batcher, Outcome, Request
+from piston.serving.protocol import Busy
+
+
+class Recorder:
+    """Gives back each observation's number; fails on a negative one."""
+
+    def __init__(self, delay: float = 0.0) -> None:
+        self.metadata: dict = {}
+        self.batches: list[list[int]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.began = threading.Semaphore(0)
+        self.delay = delay
+
+    def infer_batch(self, observations):
+        numbers = [observation["number"] for observation in observations]
+        self.batches.append(numbers)
+        self.began.release()
+        assert self.gate.wait(10)
+        time.sleep(self.delay)
+        if min(numbers) < 0:
+            raise ValueError(f"{min(numbers)} is negative")
+        return [{"number": number} for number in numbers]
+
+
+@pytest.fixture
+def policy() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def run(policy):
+    """`run(max_batch=…)` gives `ask(number, source)`: an event, and its `.outcome` once set."""
+    batchers = []
+
+    def started(*, max_batch=4, max_wait=0.0, max_queue=100):
+        batcher = Batcher(policy, max_batch=max_batch, max_wait=max_wait, max_queue=max_queue)
+        batcher.start().result(5)
+        batchers.append(batcher)
+
+        def ask(number: int, source="robot") -> threading.Event:
+            answered = threading.Event()
+
+            def finish(outcome: Outcome) -> None:
+                answered.outcome = outcome
+                answered.set()
+
+            batcher.submit(Request({"number": number}, source, finish))
+            return answered
+
+        ask.batcher = batcher
+        return ask
+
+    yield started
+    policy.gate.set()
+    for batcher in batchers:
+        assert batcher.stop(5)
+
+
+def test_what_comes_while_the_policy_works_is_the_next_batch(run, policy):
+    ask = run(max_batch=4)
+    policy.gate.clear()
+    answers = [ask(0)]
+    policy.began.acquire()
+    answers += [ask(number) for number in range(1, 7)]
+    policy.gate.set()
+    assert all(answer.wait(5) for answer in answers)
+    assert policy.batches == [[0], [1, 2, 3, 4], [5, 6]]
+    assert [answer.outcome.result["number"] for answer in answers] == list(range(7))
+    assert [answer.outcome.batch_size for answer in answers] == [1, 4, 4, 4, 4, 2, 2]
+
+
+def test_one_bad_request_fails_alone(run, policy):
+    ask = run()
+    policy.gate.clear()
+    ask(0)
+    policy.began.acquire()
+    answers = [ask(number) for number in (1, -2, 3)]
+    policy.gate.set()
+    assert all(answer.wait(5) for answer in answers)
+    good, bad, other = (answer.outcome.result for answer in answers)
+    assert (good, other) == ({"number": 1}, {"number": 3})
+    assert isinstance(bad, ValueError)
+    assert policy.batches[1:] == [[1, -2, 3], [1], [-2], [3]]
+
+
+def test_a_wrong_number_of_results_is_an_error_for_all(run, policy):
+    policy.infer_batch = lambda _: []
+    answer = run()(1)
+    assert answer.wait(5)
+    assert isinstance(answer.outcome.result, RuntimeError)
+
+
+def test_a_full_queue_refuses_at_once(run, policy):
+    ask = run(max_queue=2)
+    policy.gate.clear()
+    ask(0)
+    policy.began.acquire()
+    ask(1)
+    ask(2)
+    with pytest.raises(Busy, match="2 requests"):
+        ask(3)
+    assert len(ask.batcher) == 2
+
+
+def test_a_robot_that_is_alone_never_waits(run):
+    ask = run(max_wait=5.0)
+    began = time.perf_counter()
+    for number in range(20):
+        assert ask(number).wait(5)
+    assert time.perf_counter() - began < 2.5
+
+
+def test_idle_connections_are_not_waited_for(run):
+    ask = run(max_wait=5.0)
+    for source in ("gone quiet", "never again"):
+        assert ask(0, source).wait(5)
+    began = time.perf_counter()
+    assert ask(1, "robot").wait(5)
+    assert time.perf_counter() - began < 2.5
+
+
+def test_robots_in_step_share_batches(run, policy):
+    """Each asks again as soon as it is answered: the first to come waits for the others."""
+    policy.delay = 0.01
+    ask = run(max_batch=4, max_wait=0.5)
+    together = threading.Barrier(4)
+
+    def robot(source: int) -> None:
+        together.wait(5)
+        for number in range(10):
+            assert ask(10 * source + number, source).wait(5)
+
+    with ThreadPoolExecutor(4) as robots:
+        list(robots.map(robot, range(4)))
+    sizes = [len(batch) for batch in policy.batches]
+    assert sum(sizes) == 40
+    assert sizes.count(4) >= 5, sizes
+
+
+def test_who_is_due_but_does_not_come_costs_the_wait_and_no_more(run):
+    ask = run(max_wait=0.2)
+    for number in range(3):
+        assert ask(number, "partner").wait(5)
+    began = time.perf_counter()
+    assert ask(3, "robot").wait(5)
+    first = time.perf_counter() - began
+    began = time.perf_counter()
+    assert ask(4, "robot").wait(5)
+    assert 0.1 < first < 1.0
+    assert time.perf_counter() - began < 0.15
+
+
+def test_requests_of_a_connection_that_is_gone_are_dropped(run, policy):
+    ask = run()
+    policy.gate.clear()
+    ask(0)
+    policy.began.acquire()
+    lost, kept = ask(1, "gone"), ask(2, "here")
+    ask.batcher.forget("gone")
+    policy.gate.set()
+    assert kept.wait(5)
+    assert policy.batches == [[0], [2]]
+    assert not lost.is_set()
+
+
+def test_stopping_finishes_what_waits(run, policy):
+    ask = run()
+    policy.gate.clear()
+    answers = [ask(number) for number in range(6)]
+    threading.Timer(0.05, policy.gate.set).start()
+    assert ask.batcher.stop(5)
+    assert all(answer.is_set() for answer in answers)
+
+
+def test_a_receiver_that_fails_ends_nothing(run, caplog):
+    ask = run()
+    ask.batcher.submit(Request({"number": 1}, "robot", lambda _: 1 / 0))
+    assert ask(2).wait(5)
+    assert "could not be delivered" in caplog.text

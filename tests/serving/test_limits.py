@@ -1,0 +1,184 @@
+"""Who is let in, and that slow, dead, greedy or too many clients hold nobody back."""
+
+import shutil
+import socket
+import subprocess
+import threading
+import time
+
+import numpy as np
+import pytest
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import connect as open_websocket
+
+from piston.client import Client, ServerBusy
+from piston.client.codec import pack, unpack
+from piston.serving import ServerConfig
+
+
+def wait_until(condition, seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
+
+
+def test_busy_is_said_at_once(start, connect, policy, observe):
+    policy.gate = threading.Event()
+    server = start(policy, max_queue=2, max_batch=1)
+    clients = [connect(server) for _ in range(3)]
+    threads = [threading.Thread(target=client.infer, args=(observe(),)) for client in clients]
+    threads[0].start()
+    policy.began.acquire()
+    for thread in threads[1:]:
+        thread.start()
+    wait_until(lambda: len(server._batcher) == 2)
+    with pytest.raises(RuntimeError, match="busy: 2 requests are waiting"):
+        connect(server).infer(observe())
+    with Client("127.0.0.1", server.port) as client, pytest.raises(ServerBusy):
+        client.infer(observe())
+    policy.gate.set()
+    for thread in threads:
+        thread.join(5)
+    assert len(policy.batch_sizes) == 3
+
+
+def test_one_connection_cannot_take_the_whole_queue(start, policy, observe):
+    policy.gate = threading.Event()
+    server = start(policy, max_batch=1)
+    with open_websocket(server.url) as greedy:
+        greedy.recv()
+        for number in range(100):
+            greedy.send(pack(observe(number, request_id=number)))
+        policy.began.acquire()
+        wait_until(lambda: len(server._batcher) == 7)
+        time.sleep(0.05)
+        assert len(server._batcher) == 7
+        policy.gate.set()
+        # Nothing was lost either.
+        assert [unpack(greedy.recv(timeout=5))["request_id"] for _ in range(100)] == list(
+            range(100)
+        )
+
+
+def test_a_client_that_does_not_read_is_cut_off_and_holds_nobody_back(
+    start, connect, policy, observe
+):
+    large = np.zeros(2**22, np.uint8)
+    act = policy._act
+    policy._act = lambda observation: {**act(observation), "large": large}
+    server = start(policy, send_timeout_s=0.5)
+    with open_websocket(server.url, max_queue=1, max_size=None) as deaf:
+        for number in range(30):
+            deaf.send(pack(observe(number)))
+        other = connect(server)
+        began = time.monotonic()
+        for number in range(5):
+            assert len(other.infer(observe(number))["large"]) == len(large)
+        assert time.monotonic() - began < 5
+        wait_until(lambda: len(server._sessions) == 1)
+        with pytest.raises(ConnectionClosed):
+            list(iter(lambda: deaf.recv(timeout=5), None))
+
+
+def test_a_client_that_dies_with_a_request_waiting(start, connect, policy, observe):
+    policy.gate = threading.Event()
+    server = start(policy, max_batch=1)
+    first = threading.Thread(target=connect(server).infer, args=(observe(),))
+    first.start()
+    policy.began.acquire()
+    with open_websocket(server.url) as dying:
+        dying.recv()
+        dying.send(pack(observe()))
+        wait_until(lambda: len(server._batcher) == 1)
+        dying.socket.shutdown(socket.SHUT_RDWR)
+    wait_until(lambda: len(server._sessions) == 1)
+    policy.gate.set()
+    first.join(5)
+    assert connect(server).infer(observe())["actions"].shape == (5, 4)
+    # Nobody waited for its reply, so it was never computed.
+    assert len(policy.batch_sizes) == 2
+
+
+def test_a_client_that_answers_no_ping_is_cut_off(start, policy):
+    server = start(policy, ping_timeout_s=0.1)
+    with open_websocket(server.url, ping_interval=None) as silent:
+        silent.recv()
+        # The client's thread would answer; take the socket away from it.
+        silent.protocol.send_pong = silent.protocol.recv_frame = lambda *_: None
+        wait_until(lambda: not server._sessions)
+
+
+def test_no_more_connections_than_allowed(start, connect, policy, observe, get):
+    server = start(policy, max_connections=2)
+    clients = [connect(server) for _ in range(2)]
+    with pytest.raises(InvalidStatus, match="503"):
+        connect(server)
+    assert get(server.port, "/healthz")[0] == 200
+    clients[0]._ws.close()
+    wait_until(lambda: len(server._sessions) == 1)
+    assert connect(server).infer(observe())["actions"].shape == (5, 4)
+
+
+def test_api_key(start, connect, policy, observe, get):
+    server = start(policy, api_key="s3cret")
+    assert connect(server, api_key="s3cret").infer(observe())["actions"].shape == (5, 4)
+    for wrong in (None, "s3cre", "s3cret1", "S3CRET", "x" * 5000):
+        with pytest.raises(InvalidStatus, match="401"):
+            connect(server, api_key=wrong)
+    assert get(server.port, "/metrics", {"Authorization": "Api-Key s3cret"})[0] == 200
+    assert get(server.port, "/metrics", {"Authorization": "Bearer s3cret"})[0] == 401
+    assert get(server.port, "/metrics")[0] == 401
+    assert get(server.port, "/healthz")[0] == 200
+
+
+@pytest.fixture
+def certificate(tmp_path):
+    """A self-signed certificate for this machine, and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the openssl command to make a certificate")
+    paths = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1"
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    outputs = ["-out", str(paths[0]), "-keyout", str(paths[1])]
+    subprocess.run([*command.split(), *names, *outputs], check=True, capture_output=True)
+    return paths
+
+
+def test_tls(start, connect, policy, observe, certificate, monkeypatch):
+    server = start(policy, tls_certificate=certificate[0], tls_key=certificate[1])
+    assert server.url.startswith("wss://")
+    with pytest.raises(OSError, match="certificate"):
+        connect(server)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
+    client = connect(server)
+    for size in (8, 480):
+        observation = observe(1, size)
+        expected = policy._act(observation)["actions"]
+        np.testing.assert_array_equal(client.infer(observation)["actions"], expected)
+
+
+def test_tls_files_that_are_missing_or_wrong(certificate, tmp_path):
+    missing = ServerConfig(tls_certificate=certificate[0], tls_key=tmp_path / "no.pem")
+    with pytest.raises(FileNotFoundError, match="no.pem"):
+        missing.tls()
+    swapped = ServerConfig(tls_certificate=certificate[1], tls_key=certificate[0])
+    with pytest.raises(ValueError, match="PEM"):
+        swapped.tls()
+
+
+@pytest.mark.parametrize(
+    ("host", "is_local"),
+    [("127.0.0.1", True), ("localhost", True), ("::1", True), ("0.0.0.0", False), ("", False)],
+)
+def test_which_hosts_are_for_this_machine_only(host, is_local):
+    assert ServerConfig(host=host).is_local is is_local
+
+
+def test_listening_says_for_whom(start, policy, caplog):
+    with caplog.at_level("INFO"):
+        start(policy)
+        assert "for this machine only" in caplog.text
+        assert "API key" not in caplog.text
+        start(policy, host="0.0.0.0")
+    assert "No API key is set" in caplog.text
