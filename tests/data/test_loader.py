@@ -17,7 +17,7 @@ from piston.data.batches import collate
 from piston.data.loader import Loader, open_loader
 from piston.data.order import Order
 from piston.data.subsets import WeightedMixture
-from piston.data.workers import WorkerError
+from piston.data.workers import WorkerError, Workers
 from piston.observation import Observation
 
 HERE = Path(__file__).parent
@@ -98,6 +98,27 @@ def test_batches_stay_valid_after_the_loader_is_closed(samples):
     for batch in batches:
         batch["state"] += 1
         assert batch["state"][:, 0].tolist() == [index + 1 for index in batch["index"].tolist()]
+
+
+def test_batches_do_not_change_when_later_ones_arrive(samples):
+    with loader(samples.Numbers(1000), num_workers=1, prefetch=1) as source:
+        batches = take(source, 20)
+    for batch in batches:
+        assert batch["state"][:, 0].tolist() == batch["index"].tolist()
+        assert batch["image"]["top"][:, 0, 0, 0].tolist() == [
+            i % 256 for i in batch["index"].tolist()
+        ]
+
+
+def test_batches_may_become_larger(samples):
+    workers = Workers(samples.Numbers(), 1, 1)
+    for count in (2, 1, 9, 3, 20):
+        workers.ask(0, list(range(count)))
+        assert workers.answer(0)["state"][:, 0].tolist() == list(range(count))
+    workers.ask(0, [1])
+    with pytest.raises(ValueError, match="no slot"):
+        workers.ask(0, [2])
+    workers.close()
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -29,7 +29,7 @@ class Numbers:
         if index == self.bad:
             getattr(self, f"_{self.trouble}")(index)
         return {
-            "image": {"top": np.full((4, 4, 3), index, np.uint8)},
+            "image": {"top": np.full((4, 4, 3), index % 256, np.uint8)},
             "image_mask": {"top": np.True_},
             "state": np.full(3, index, np.float32),
             "index": np.int64(index),

@@ -1,7 +1,7 @@
 """Samples into a batch: one piece of memory, with a tensor for every array of the samples.
 
-One piece, so that a batch passes between processes as one file descriptor. Knows nothing of where
-samples come from.
+One piece, so that a batch passes between processes in one copy, straight into pinned memory where
+there is a GPU. Knows nothing of where samples come from.
 """
 
 from __future__ import annotations
@@ -95,10 +95,14 @@ def view(memory: Tensor, layout: Layout) -> Batch:
     return unflatten_dict(flat)
 
 
-def collate(samples: Sequence[Sample]) -> Batch:
+def allocate(layout: Layout, *, pin: bool = False) -> Tensor:
+    return torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=pin)
+
+
+def collate(samples: Sequence[Sample], *, pin_memory: bool = False) -> Batch:
     """The batch of these samples, in this process."""
     rows, layout = arrange(samples)
-    memory = torch.empty(layout.num_bytes, dtype=torch.uint8)
+    memory = allocate(layout, pin=pin_memory)
     fill(memory.numpy(), rows, layout)
     return view(memory, layout)
 

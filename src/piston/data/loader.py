@@ -74,7 +74,7 @@ class Loader(Iterator[Batch]):
             self.close()
             raise
         self._position += self.order.batch_size
-        return _pinned(batch) if self._pin_memory else batch
+        return batch
 
     @property
     def num_batches(self) -> int:
@@ -108,11 +108,14 @@ class Loader(Iterator[Batch]):
         self.close()
 
     def _read(self) -> Batch:
-        return collate([self._samples[int(i)] for i in self.order.take(self._position)])
+        samples = [self._samples[int(index)] for index in self.order.take(self._position)]
+        return collate(samples, pin_memory=self._pin_memory)
 
     def _receive(self) -> Batch:
         if self._workers is None:
-            self._workers = Workers(self._samples, self._num_workers)
+            self._workers = Workers(
+                self._samples, self._num_workers, self._prefetch, pin_memory=self._pin_memory
+            )
             # Also at the interpreter's exit, and when the loader is forgotten.
             self._stop_workers = weakref.finalize(self, self._workers.close)
             self._next_worker = 0
@@ -124,10 +127,3 @@ class Loader(Iterator[Batch]):
         batch = self._workers.answer(self._asked[0])
         self._asked.popleft()
         return batch
-
-
-def _pinned(batch: Batch) -> Batch:
-    return {
-        name: _pinned(value) if isinstance(value, dict) else value.pin_memory()
-        for name, value in batch.items()
-    }

@@ -1,7 +1,7 @@
 """Processes that read samples, and how batches come back from them.
 
-    this process ──indices──▶ worker 0, 1, …      one socket per worker, nothing shared
-                 ◀──batch───                      its memory as a file descriptor, never copied
+    this process ──indices──▶ worker 0, 1, …      one socket per worker
+                 ◀──batch───                      in a slot of memory that the two share
           │                      ▲
           └──▶ nursery ──forks───┘                loads the data set's columns once
 
@@ -11,12 +11,17 @@ training process; they are forked from it, so all of them share one copy of what
 How it ends: whoever loses its partner stops. A worker whose socket closes exits, even if this
 process was killed; a worker that dies is noticed at once, because its socket closes. Workers ignore
 Ctrl-C: it is this process that decides.
+
+A slot is used again and again (fresh memory costs ten times as much as filling it): a batch is
+copied out as soon as it has arrived, and no worker is asked for more batches than it has slots.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
+import itertools
 import mmap
 import multiprocessing as mp
 import os
@@ -24,14 +29,14 @@ import pickle
 import signal
 import tempfile
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import connection, reduction
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
-from piston.data.batches import Batch, Layout, arrange, fill, view
+from piston.data.batches import Batch, Layout, allocate, arrange, fill, view
 from piston.data.subsets import Samples
 
 # Seconds that a worker's last words may take to arrive, and that the nursery may take to end.
@@ -49,10 +54,27 @@ class RemoteTraceback(Exception):
         return f"\n{self.args[0]}"
 
 
-class Workers:
-    """`ask(worker, indices)`, then `answer(worker)`: each worker answers in the order asked."""
+@dataclasses.dataclass(frozen=True)
+class _InSlot:
+    """A batch is in this slot; with `new_size`, the slot's new file follows."""
 
-    def __init__(self, samples: Samples, num_workers: int) -> None:
+    slot: int
+    layout: Layout
+    new_size: int | None
+
+
+class Workers:
+    """`ask(worker, indices)`, then `answer(worker)`: each worker answers in the order asked.
+
+    At most `num_slots` questions to a worker may be open at a time.
+    """
+
+    def __init__(
+        self, samples: Samples, num_workers: int, num_slots: int, *, pin_memory: bool = False
+    ) -> None:
+        self._num_slots, self._pin_memory = num_slots, pin_memory
+        self._num_open = [0] * num_workers
+        self._slots: dict[tuple[int, int], mmap.mmap] = {}
         context = mp.get_context("forkserver")
         context.set_forkserver_preload([__name__])  # imports torch once, not for every loader
         pairs = [mp.Pipe() for _ in range(num_workers)]
@@ -60,13 +82,18 @@ class Workers:
         self._connections = [ours for ours, _ in pairs]
         theirs = [their for _, their in pairs]
         self._nursery = context.Process(
-            target=_raise_workers, args=(_pickled(samples), theirs, control), name="piston-nursery"
+            target=_raise_workers,
+            args=(_pickled(samples), theirs, control, num_slots),
+            name="piston-nursery",
         )
         self._nursery.start()
         for end in (*theirs, control):
             end.close()
 
     def ask(self, worker: int, indices: Sequence[int]) -> None:
+        if self._num_open[worker] == self._num_slots:
+            raise ValueError(f"Worker {worker} has no slot for a further batch: take one first.")
+        self._num_open[worker] += 1
         try:
             self._connections[worker].send(list(indices))
         except OSError:
@@ -77,12 +104,24 @@ class Workers:
         end = self._connections[worker]
         try:
             answer = end.recv()
-            if isinstance(answer, Layout):
-                return view(_receive_memory(end, answer), answer)
+            if isinstance(answer, _InSlot):
+                return self._copy_out(worker, answer)
         except (EOFError, OSError):
             raise self._death(worker) from None
         error, where = pickle.loads(answer)
         raise error from RemoteTraceback(where)
+
+    def _copy_out(self, worker: int, answer: _InSlot) -> Batch:
+        place = (worker, answer.slot)
+        if answer.new_size is not None:
+            file = reduction.recv_handle(self._connections[worker])
+            self._slots[place] = mmap.mmap(file, answer.new_size)
+            os.close(file)
+        shared = torch.frombuffer(self._slots[place], dtype=torch.uint8)
+        memory = allocate(answer.layout, pin=self._pin_memory)
+        memory.copy_(shared[: len(memory)])
+        self._num_open[worker] -= 1
+        return view(memory, answer.layout)
 
     def close(self) -> None:
         """Workers are stopped wherever they are; they hold nothing that could be lost."""
@@ -136,7 +175,9 @@ def _obituary(worker: int, pid: int, exit_code: int) -> str:
     return told + f"was killed by {name}." + hint.get(name, "")
 
 
-def _raise_workers(data: bytes, ends: list[Connection], control: Connection) -> None:
+def _raise_workers(
+    data: bytes, ends: list[Connection], control: Connection, num_slots: int
+) -> None:
     """The nursery: reads what all share, forks the workers, reports deaths, outlives none."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
@@ -150,7 +191,7 @@ def _raise_workers(data: bytes, ends: list[Connection], control: Connection) -> 
     gc.freeze()  # what is never collected is never written to, and stays shared
     context = mp.get_context("fork")
     processes = [
-        context.Process(target=_work, args=(samples, number, ends, control), daemon=True)
+        context.Process(target=_work, args=(samples, number, ends, control, num_slots), daemon=True)
         for number in range(len(ends))
     ]
     for process in processes:
@@ -175,24 +216,42 @@ def _watch(processes: Sequence[Any], control: Connection) -> None:
             control.send((number, processes[number].pid, processes[number].exitcode))
 
 
-def _work(samples: Samples, number: int, ends: list[Connection], control: Connection) -> None:
+def _work(
+    samples: Samples, number: int, ends: list[Connection], control: Connection, num_slots: int
+) -> None:
     """A worker: batches for indices, as long as somebody asks."""
     for end in (*ends[:number], *ends[number + 1 :], control):
         end.close()  # else the death of its owner would go unnoticed
-    end = ends[number]
+    end, slots = ends[number], itertools.cycle([_Slot(slot) for slot in range(num_slots)])
     with contextlib.suppress(EOFError, OSError):
-        for indices in _questions(end):
+        while True:
+            indices = end.recv()
             try:
                 rows, layout = arrange([samples[index] for index in indices])
             except Exception as error:
                 end.send(_portable(error))
             else:
-                _send_memory(end, rows, layout)
+                next(slots).send(end, rows, layout)
 
 
-def _questions(end: Connection) -> Iterator[list[int]]:
-    while True:
-        yield end.recv()
+class _Slot:
+    """A worker's end of a slot."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._memory: mmap.mmap | None = None
+
+    def send(self, end: Connection, rows: Sequence[Mapping[str, Any]], layout: Layout) -> None:
+        if self._memory is not None and layout.num_bytes <= len(self._memory):
+            fill(self._memory, rows, layout)
+            end.send(_InSlot(self._number, layout, None))
+            return
+        with _anonymous_file() as file:
+            os.ftruncate(file, layout.num_bytes)
+            self._memory = mmap.mmap(file, layout.num_bytes)
+            fill(self._memory, rows, layout)
+            end.send(_InSlot(self._number, layout, layout.num_bytes))
+            reduction.send_handle(end, file, None)
 
 
 def _portable(error: Exception) -> bytes:
@@ -207,24 +266,6 @@ def _portable(error: Exception) -> bytes:
         error = told
     error.__traceback__ = error.__cause__ = error.__context__ = None
     return pickle.dumps((error, where))
-
-
-def _send_memory(end: Connection, rows: Any, layout: Layout) -> None:
-    with _anonymous_file() as file:
-        os.ftruncate(file, layout.num_bytes)
-        with mmap.mmap(file, layout.num_bytes) as memory:
-            fill(memory, rows, layout)
-        end.send(layout)
-        reduction.send_handle(end, file, None)
-
-
-def _receive_memory(end: Connection, layout: Layout) -> torch.Tensor:
-    file = reduction.recv_handle(end)
-    try:
-        memory = mmap.mmap(file, layout.num_bytes)
-    finally:
-        os.close(file)
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 @contextlib.contextmanager

@@ -125,8 +125,9 @@ def _checked_numbers(
         raise ValueError(f"{who}: {key!r} has dtype {array.dtype}; expected numbers ({expected}).")
     if array.ndim < len(axes) or (dim is not None and array.shape[-1] != dim):
         raise ValueError(f"{who}: {key!r} has shape {array.shape}; expected ({expected}).")
-    bad = np.argwhere(~np.isfinite(array))
-    if len(bad):
+    finite = np.isfinite(array)
+    if not finite.all():
+        bad = np.argwhere(~finite)
         shown = [index[0] if len(index) == 1 else tuple(index) for index in bad[:8].tolist()]
         more = f" and {len(bad) - 8} more" if len(bad) > 8 else ""
         raise ValueError(

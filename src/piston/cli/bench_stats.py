@@ -1,0 +1,71 @@
+"""`piston bench stats`: frames per second of the statistics, on made-up columns."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+
+from piston.cli.screen import console
+from piston.data.processors import num_usable_cpus
+from piston.data.statistics import compute_statistics
+from piston.data.transformed_columns import TransformedColumns
+from piston.models.configs import Pi0Config
+from piston.robots.aloha import LeRobotAlohaDataConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """Statistics of 14-dim states and delta actions, nothing decoded."""
+
+    frames: int = 500_000
+    episode_length: int = 400
+    horizon: int = 50
+    # Also translate joints and grippers to the base models' convention.
+    adapt_to_pi: bool = False
+
+
+class MadeUpColumns:
+    """Random walks in the shape of an ALOHA data set."""
+
+    keys = ("observation.state", "action")
+    cameras = ("observation.images.top",)
+
+    def __init__(self, num_frames: int, episode_length: int) -> None:
+        starts = np.arange(0, num_frames, episode_length)
+        self.episode_bounds = np.stack([starts, np.append(starts[1:], num_frames)], axis=1)
+        self.episodes = tuple(types.SimpleNamespace(index=i) for i in range(len(starts)))
+        self.metadata: Any = types.SimpleNamespace(root="made up", tasks={})
+        steps = np.random.default_rng(0).normal(0, 0.01, (num_frames, 14)).astype(np.float32)
+        state = np.mod(np.cumsum(steps, axis=0), 1.0)
+        self._columns = {"observation.state": state, "action": state + steps}
+
+    def __len__(self) -> int:
+        return int(self.episode_bounds[-1, 1])
+
+    def column(self, key: str) -> np.ndarray:
+        return self._columns[key]
+
+
+def run(args: list[str]) -> int:
+    chosen = tyro.cli(Arguments, args=args, prog="piston bench stats")
+    robot = LeRobotAlohaDataConfig(repo_id="made up", adapt_to_pi=chosen.adapt_to_pi)
+    config = robot.create(Path("assets"), Pi0Config(action_horizon=chosen.horizon))
+    dataset = MadeUpColumns(chosen.frames, chosen.episode_length)
+    for num_threads in sorted({1, num_usable_cpus()}):
+        begun, busy = time.perf_counter(), time.process_time()
+        columns = TransformedColumns(dataset, config, chosen.horizon)
+        compute_statistics([columns], num_threads=num_threads)
+        seconds, busy = time.perf_counter() - begun, time.process_time() - busy
+        console().print(
+            f"{num_threads} thread{'s' * (num_threads > 1)}: "
+            f"{chosen.frames / seconds:>10,.0f} frames/s; "
+            f"{chosen.frames / busy:,.0f} per second of processor time",
+            highlight=False,
+        )
+    return 0
