@@ -19,7 +19,7 @@ ROWS = (
     ("presets",),
     ("training", "inference"),
     ("serving", "sim"),
-    ("verification",),
+    ("verification", "report"),
     ("cli",),
 )
 LEVEL = {name: level for level, row in enumerate(ROWS) for name in row}

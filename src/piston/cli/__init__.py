@@ -12,6 +12,7 @@ from piston.cli.screen import fail, stdout_closed_early
 
 # verb → what it does, in the order in which people use them.
 VERBS = {
+    "demo": "record, train, serve and evaluate a small policy, in one go",
     "presets": "list the named configurations, or show one in full",
     "data": "check a data set, or show what it holds",
     "stats": "compute the normalisation statistics of a data set",
@@ -20,6 +21,7 @@ VERBS = {
     "serve": "serve a checkpoint to robots over a websocket",
     "eval": "let a policy drive a simulated robot and count successes",
     "runs": "list runs with their step, loss and checkpoint",
+    "report": "show a run as one HTML page",
     "summary": "show what a model is made of, its mask and its memory",
     "convert": "read a checkpoint of any known format and write ours",
     "bench": "measure what is fast on this machine",

@@ -1,0 +1,63 @@
+"""`piston record TASK --episodes N --out DIR`: an expert shows a simulated robot's task."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from piston.cli.screen import console
+from piston.sim.recording import Recording, record
+
+
+def run(args: list[str]) -> int:
+    tyro.cli(_record, args=args, prog="piston record")
+    return 0
+
+
+def _record(
+    task: Annotated[str, tyro.conf.Positional],
+    /,
+    episodes: int,
+    out: Path,
+    workers: int = 2,
+    seed: int = 0,
+    pixels: int | None = None,
+    codec: Literal["h264", "av1"] = "h264",
+) -> None:
+    """Record scripted demonstrations as a LeRobot data set; run again to go on after a stop.
+
+    Args:
+        task: For example aloha_transfer_cube, aloha_insertion, metaworld:tiny, metaworld:door-open.
+        episodes: How many the data set shall hold. Only successful ones are kept.
+        out: The data set's folder.
+        workers: Processes that simulate. The result does not depend on it.
+        seed: Another seed gives other starts; none of them is ever used in evaluation.
+        pixels: Side of the camera images; by default the environment's own.
+        codec: h264 is quick to write, av1 is smaller.
+    """
+    began = time.monotonic()
+    columns = (
+        TextColumn(f"recording {task}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("episodes"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console(), transient=True) as bar:
+        shown = bar.add_task("", total=episodes)
+        tries = record(
+            Recording(task, seed, pixels),
+            episodes,
+            out,
+            workers=workers,
+            codec=codec,
+            progress=lambda kept, _: bar.update(shown, completed=kept),
+        )
+    console().print(
+        f"{out} holds {episodes} episodes of {task}: {tries} tries, "
+        f"{time.monotonic() - began:.1f} s."
+    )

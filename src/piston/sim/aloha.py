@@ -1,0 +1,189 @@
+"""The simulated ALOHA robot: gym-aloha's worlds and rewards, drawn only when someone looks.
+
+gym-aloha itself draws three large pictures in every step. `AlohaEnvironment` steps the same physics
+and the same task objects without; its one camera shows the centre half of gym-aloha's top picture.
+`StockAlohaEnvironment` is what `gymnasium.make` builds, untouched, cropped to the same view: a
+policy that works in one must work in the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, UInt8
+from PIL import Image
+
+from piston.sim.environment import Environment, Observation
+from piston.sim.rendering import View, render
+
+import dm_control.mujoco  # isort: skip  (after rendering, which decides on OpenGL)
+import gym_aloha  # noqa: F401  (makes its environments known to gymnasium)
+import gymnasium
+from gym_aloha.constants import ASSETS_DIR, DT, JOINTS
+from gym_aloha.tasks import sim as tasks
+from gym_aloha.utils import sample_box_pose, sample_insertion_pose
+
+DIM = len(JOINTS)
+MAX_STEPS = 300  # as gym-aloha registers its environments
+MAX_REWARD = 4
+
+_CAMERA = "cam_high"
+_STOCK_HEIGHT, _STOCK_WIDTH = 480, 640
+# gym-aloha's top camera sees 78° from top to bottom. Its centre half, as an angle:
+_TOP = View("top", float(np.degrees(2 * np.arctan(np.tan(np.radians(78 / 2)) / 2))))
+_FOR_PEOPLE = "angle"
+
+
+@dataclasses.dataclass(frozen=True)
+class AlohaTask:
+    """One of gym-aloha's tasks."""
+
+    name: str
+    prompt: str
+    # Where gym-aloha keeps it.
+    gymnasium_id: str
+    model_file: str
+    task: Callable[[], Any]
+    # The objects in the order of the simulator's state, and their poses for a seed.
+    objects: tuple[str, ...]
+    poses: Callable[[int], np.ndarray]
+
+
+def _insertion_poses(seed: int) -> np.ndarray:
+    return np.concatenate(sample_insertion_pose(seed))
+
+
+TRANSFER_CUBE = AlohaTask(
+    name="aloha_transfer_cube",
+    prompt="Transfer cube",
+    gymnasium_id="gym_aloha/AlohaTransferCube-v0",
+    model_file="bimanual_viperx_transfer_cube.xml",
+    task=tasks.TransferCubeTask,
+    objects=("cube",),
+    poses=sample_box_pose,
+)
+INSERTION = AlohaTask(
+    name="aloha_insertion",
+    prompt="Insert the peg into the socket",
+    gymnasium_id="gym_aloha/AlohaInsertion-v0",
+    model_file="bimanual_viperx_insertion.xml",
+    task=tasks.InsertionTask,
+    objects=("peg", "socket"),
+    poses=_insertion_poses,
+)
+TASKS = {task.name: task for task in (TRANSFER_CUBE, INSERTION)}
+
+
+class _Aloha(Environment):
+    """What both kinds share: joints, cameras, sentences and how an episode began."""
+
+    robot_type = "aloha"
+    action_dim = state_dim = DIM
+    control_hz = 1 / DT
+    max_steps = MAX_STEPS
+    cameras = {_CAMERA: "observation.images.top"}  # noqa: RUF012
+    action_names = state_names = tuple(JOINTS)
+    # dm_control's handle on the simulation.
+    _physics: Any
+
+    def __init__(self, task: AlohaTask, pixels: int) -> None:
+        super().__init__()
+        self.task = task
+        self.name = task.name
+        self.prompt = task.prompt
+        self.pixels = pixels
+
+    def initial_state(self) -> dict[str, Any]:
+        if self.seed is None:
+            raise ValueError(f"{self.name}: no episode has begun. Call reset(seed).")
+        poses = self.task.poses(self.seed).reshape(-1, 7).tolist()
+        return {"seed": self.seed, "objects": dict(zip(self.task.objects, poses, strict=True))}
+
+    def render(
+        self, height: int = 480, width: int = 640, camera: str | None = None
+    ) -> UInt8[np.ndarray, "h w 3"]:
+        return self._draw(View(camera or _FOR_PEOPLE), height, width)
+
+    def _draw(self, view: View, height: int, width: int) -> UInt8[np.ndarray, "h w 3"]:
+        model, data = self._physics.model.ptr, self._physics.data.ptr
+        return render(self.task.model_file, model, data, view, height, width)
+
+    def _observation(self, image: np.ndarray, state: np.ndarray) -> Observation:
+        return {
+            "images": {_CAMERA: image},
+            "state": np.asarray(state, np.float32),
+            "prompt": self.prompt,
+        }
+
+
+class AlohaEnvironment(_Aloha):
+    """gym-aloha's physics, starts and rewards for a seed, with one small camera."""
+
+    def __init__(self, task: AlohaTask, pixels: int = 96) -> None:
+        super().__init__(task, pixels)
+        self._task = task.task()
+        # Constants are shared by all environments of the process; only the state is its own.
+        self._physics = _physics(task.model_file).copy(share_model=True)
+        self._substeps = round(DT / self._physics.timestep())
+
+    def observe(self) -> Observation:
+        image = self._draw(_TOP, self.pixels, self.pixels)
+        return self._observation(image, self._task.get_qpos(self._physics))
+
+    def _reset(self, seed: int) -> None:
+        tasks.BOX_POSE[0] = self.task.poses(seed)  # how gym-aloha's tasks take their start
+        with self._physics.reset_context():
+            self._task.initialize_episode(self._physics)
+
+    def _step(self, action: Float[np.ndarray, " 14"]) -> tuple[float, bool, bool]:
+        self._task.before_step(action, self._physics)
+        self._physics.step(self._substeps)
+        reward = self._task.get_reward(self._physics)
+        return float(reward), reward == MAX_REWARD, False
+
+
+@functools.cache
+def _physics(model_file: str) -> dm_control.mujoco.Physics:
+    return dm_control.mujoco.Physics.from_xml_path(str(ASSETS_DIR / model_file))
+
+
+class StockAlohaEnvironment(_Aloha):
+    """The environment as `gymnasium.make` builds it: slow, official, ends at the first success."""
+
+    def __init__(self, task: AlohaTask, pixels: int = 96) -> None:
+        super().__init__(task, pixels)
+        self.name = f"{task.name}_stock"
+        self._gymnasium = gymnasium.make(
+            task.gymnasium_id, obs_type="pixels_agent_pos", disable_env_checker=True
+        )
+        self._physics = self._gymnasium.unwrapped._env.physics  # type: ignore[attr-defined]
+        self._observed: dict[str, Any] = {}
+
+    def observe(self) -> Observation:
+        image = centre_half(self._observed["pixels"]["top"], self.pixels)
+        return self._observation(image, self._observed["agent_pos"])
+
+    def _reset(self, seed: int) -> None:
+        self._observed, _ = self._gymnasium.reset(seed=seed)
+
+    def _step(self, action: Float[np.ndarray, " 14"]) -> tuple[float, bool, bool]:
+        self._observed, reward, terminated, truncated, info = self._gymnasium.step(action)
+        return float(reward), bool(info["is_success"]), terminated or truncated
+
+
+def centre_half(
+    image: UInt8[np.ndarray, "480 640 3"], pixels: int
+) -> UInt8[np.ndarray, "pixels pixels 3"]:
+    """The part of gym-aloha's top picture that our camera shows, at our size."""
+    if image.shape != (_STOCK_HEIGHT, _STOCK_WIDTH, 3):
+        raise ValueError(
+            f"gym-aloha's top picture is {_STOCK_HEIGHT}×{_STOCK_WIDTH}, found {image.shape}."
+        )
+    side = _STOCK_HEIGHT // 2
+    left, top = (_STOCK_WIDTH - side) // 2, (_STOCK_HEIGHT - side) // 2
+    crop = Image.fromarray(image).crop((left, top, left + side, top + side))
+    return np.asarray(crop.resize((pixels, pixels), Image.Resampling.BILINEAR))

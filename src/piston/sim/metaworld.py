@@ -1,0 +1,189 @@
+"""MetaWorld: one arm and fifty tasks, told apart by a sentence; and its own scripted policies.
+
+The package ignores `reset(seed=)`, marks goals in the picture and leaves the camera open: here a
+seed means a start, marks are not drawn (see rendering), and one camera looks over the table.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+from gymnasium.spaces import Box
+from jaxtyping import Float, UInt8
+
+from piston.sim.environment import Demonstration, Environment, Expert, Observation
+from piston.sim.metaworld_tasks import ACTION_REPEAT, MetaworldTask
+from piston.sim.rendering import View, render
+
+import mujoco  # isort: skip  (after rendering, which decides on OpenGL)
+from metaworld.env_dict import ALL_V3_ENVIRONMENTS
+from metaworld.policies import ENV_POLICY_MAP
+
+_PACKAGE_HZ = 80
+_CAMERA = "corner4"
+_VIEW = View(_CAMERA, 45.0)
+
+# Of the hand's motion, in units of the action; and how much of it stays from step to step.
+_NOISE, _NOISE_MEMORY = 0.3, 0.5
+_NOISY_EPISODES = 0.75
+# After success, so that there are examples of being done.
+_STEPS_AFTER_SUCCESS = 5
+
+
+class _World:
+    """One of the package's environments. A start changes its model, so it is never shared."""
+
+    def __init__(self, task: MetaworldTask) -> None:
+        self.source = task.package_name
+        self._start = task.start
+        # The class itself: the package's wrappers draw starts from a global random state.
+        package: Any = ALL_V3_ENVIRONMENTS[task.package_name]()
+        package._set_task_called = True
+        package._freeze_rand_vec = False
+        package.seeded_rand_vec = True
+        # Some scripted policies look at the goal.
+        package._partially_observable = False
+        del package.sawyer_observation_space
+        if task.start is not None:
+            low, high = np.array(task.start.low), np.array(task.start.high)
+            package._random_reset_space = Box(low, high, dtype=np.float64)
+        self.package = package
+
+    def reset(self, seed: int) -> Float[np.ndarray, " 39"]:
+        """The package's full observation, at the start that belongs to the seed."""
+        self.package.seed(seed)
+        observation, _ = self.package.reset()
+        if self._start is None:
+            return observation
+        position = np.random.default_rng(seed).uniform(*self._start.span)
+        self.package.data.joint(self._start.joint).qpos[:] = position
+        mujoco.mj_forward(self.package.model, self.package.data)
+        self.package._prev_obs = self.package._get_curr_obs_combined_no_goal()
+        return self.package._get_obs()
+
+
+# Worlds that no environment uses at the moment. Compiling one takes longer than an episode.
+_idle: dict[str, list[_World]] = {}
+
+
+class MetaworldEnvironment(Environment):
+    """One task, or a mixture: then the seed decides on the task.
+
+    With n tasks, seeds n·k to n·k + n − 1 are the n tasks, each with its k-th start. Tasks that
+    share a scene share its starts.
+    """
+
+    robot_type = "sawyer"
+    action_dim = state_dim = 4
+    control_hz = _PACKAGE_HZ / ACTION_REPEAT
+    cameras = {_CAMERA: f"observation.images.{_CAMERA}"}  # noqa: RUF012
+    action_names = ("x", "y", "z", "gripper")
+    state_names = ("x", "y", "z", "gripper_opening")
+
+    def __init__(self, name: str, tasks: tuple[MetaworldTask, ...], pixels: int = 64) -> None:
+        super().__init__()
+        self.name = name
+        self.pixels = pixels
+        self._tasks = tasks
+        self._world: _World | None = None
+        self._sensed = np.zeros(0)
+        self._choose(tasks[0])
+
+    def observe(self) -> Observation:
+        return {
+            "images": {_CAMERA: self._draw(_VIEW, self.pixels, self.pixels)},
+            # Hand and gripper only: where things are must be seen.
+            "state": self.full_observation[:4].astype(np.float32),
+            "prompt": self.prompt,
+        }
+
+    @property
+    def full_observation(self) -> Float[np.ndarray, " 39"]:
+        """What the package tells, with the places of objects and goal: for experts only."""
+        self._running()
+        return self._sensed
+
+    def render(
+        self, height: int = 480, width: int = 640, camera: str | None = None
+    ) -> UInt8[np.ndarray, "h w 3"]:
+        return self._draw(View(camera) if camera else _VIEW, height, width)
+
+    def initial_state(self) -> dict[str, Any]:
+        vector = [float(value) for value in self._running().package._last_rand_vec]
+        return {"seed": self.seed, "task": self.task.name, "random_vector": vector}
+
+    def close(self) -> None:
+        if self._world is not None:
+            _idle.setdefault(self.task.name, []).append(self._world)
+            self._world = None
+            self.done = True
+
+    def _reset(self, seed: int) -> None:
+        start, index = divmod(seed, len(self._tasks))
+        if self._world is None or self.task is not self._tasks[index]:
+            self.close()
+            self._choose(self._tasks[index])
+            idle = _idle.get(self.task.name)
+            self._world = idle.pop() if idle else _World(self.task)
+            self.done = False
+        self._sensed = self._world.reset(start)
+
+    def _choose(self, task: MetaworldTask) -> None:
+        self.task = task
+        self.prompt, self.opposite_prompt = task.prompt, task.opposite_prompt
+        self.max_steps = task.max_steps
+
+    def _step(self, action: Float[np.ndarray, " 4"]) -> tuple[float, bool, bool]:
+        action = np.clip(action, -1.0, 1.0)
+        for _ in range(ACTION_REPEAT):
+            self._sensed, reward, _, _, info = self._running().package.step(action)
+        return float(reward), bool(info["success"]), False
+
+    def _draw(self, view: View, height: int, width: int) -> UInt8[np.ndarray, "h w 3"]:
+        world = self._running()
+        model, data = world.package.model, world.package.data
+        image = render(world.source, model, data, view, height, width)
+        # The package mounts this camera upside down.
+        return np.ascontiguousarray(image[::-1, ::-1]) if view.camera == _CAMERA else image
+
+    def _running(self) -> _World:
+        if self._world is None:
+            raise ValueError(f"{self.name}: no episode has begun. Call reset(seed).")
+        return self._world
+
+
+class MetaworldExpert(Expert):
+    """The package's scripted policy. In most episodes its hand is pushed about, and what it wanted
+    to do is the label: so there are examples of finding back.
+    """
+
+    def start(self, environment: Environment) -> None:
+        if not isinstance(environment, MetaworldEnvironment) or environment.seed is None:
+            raise ValueError(f"{environment.name} is not a MetaWorld environment with an episode.")
+        self._environment = environment
+        policy: Any = ENV_POLICY_MAP[environment.task.package_name]
+        self._policy = policy()
+        # Not the stream that the start was drawn from.
+        self._random = np.random.default_rng([environment.seed, 1])
+        self._noisy = self._random.random() < _NOISY_EPISODES
+        self._push = np.zeros(3)
+        self._steps_left = _STEPS_AFTER_SUCCESS
+
+    def act(self) -> Demonstration | None:
+        if self._environment.success:
+            self._steps_left -= 1
+        if self._environment.done or self._steps_left < 0:
+            return None
+        with warnings.catch_warnings():
+            # The policies ask for more than the arm can do, on purpose.
+            warnings.filterwarnings("ignore", message="Constant\\(s\\) may be too high")
+            wanted = self._policy.get_action(self._environment.full_observation)
+        label = np.clip(wanted, -1.0, 1.0)
+        executed = label.copy()
+        if self._noisy:
+            fresh = self._random.normal(0.0, _NOISE, 3) * np.sqrt(1 - _NOISE_MEMORY**2)
+            self._push = _NOISE_MEMORY * self._push + fresh
+            executed[:3] = np.clip(executed[:3] + self._push, -1.0, 1.0)
+        return Demonstration(executed, label)

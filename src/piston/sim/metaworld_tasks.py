@@ -1,0 +1,127 @@
+"""MetaWorld's tasks by name: the sentence that asks for each, and how it starts.
+
+Plain data: knows nothing of the package. Four tasks are ours by their start: drawer and window
+stand half open, so that the picture alone does not tell whether to open or to close them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+ACTION_REPEAT = 2
+PACKAGE_MAX_STEPS = 500
+_HALFWAY_MAX_STEPS = 100
+
+
+@dataclasses.dataclass(frozen=True)
+class Halfway:
+    """A start in the middle, the same for a task and its opposite."""
+
+    joint: str
+    # Where the joint starts, at random in between: as far from open as from closed.
+    span: tuple[float, float]
+    # Where the object stands, at random in between.
+    low: tuple[float, float, float]
+    high: tuple[float, float, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class MetaworldTask:
+    """A task of the package, the sentence that asks for it, and how it starts."""
+
+    name: str
+    # The package's name for it.
+    package_name: str
+    prompt: str
+    max_steps: int = PACKAGE_MAX_STEPS // ACTION_REPEAT
+    start: Halfway | None = None
+    opposite_prompt: str | None = None
+
+
+_PROMPTS = {
+    "assembly": "put the ring on the peg",
+    "basketball": "drop the ball into the basket",
+    "bin-picking": "move the cube to the other bin",
+    "box-close": "put the lid on the box",
+    "button-press": "press the button on the wall",
+    "button-press-topdown": "press the button",
+    "button-press-topdown-wall": "press the button behind the wall",
+    "button-press-wall": "reach around the wall and press the button",
+    "coffee-button": "press the button of the coffee machine",
+    "coffee-pull": "pull the mug away from the coffee machine",
+    "coffee-push": "push the mug under the coffee machine",
+    "dial-turn": "turn the dial",
+    "disassemble": "take the ring off the peg",
+    "door-close": "close the door",
+    "door-lock": "lock the door",
+    "door-open": "open the door",
+    "door-unlock": "unlock the door",
+    "drawer-close": "close the drawer",
+    "drawer-open": "open the drawer",
+    "faucet-close": "turn the faucet to the right",
+    "faucet-open": "turn the faucet to the left",
+    "hammer": "hammer the nail into the wall",
+    "hand-insert": "put the hand into the hole",
+    "handle-press": "press the handle down",
+    "handle-press-side": "press the handle down from the side",
+    "handle-pull": "pull the handle up",
+    "handle-pull-side": "pull the handle up from the side",
+    "lever-pull": "pull the lever up",
+    "peg-insert-side": "insert the peg into the hole",
+    "peg-unplug-side": "unplug the peg",
+    "pick-out-of-hole": "take the puck out of the hole",
+    "pick-place": "pick up the puck and hold it at the goal",
+    "pick-place-wall": "bring the puck over the wall to the goal",
+    "plate-slide": "slide the plate into the cabinet",
+    "plate-slide-back": "slide the plate out of the cabinet",
+    "plate-slide-back-side": "slide the plate out of the cabinet sideways",
+    "plate-slide-side": "slide the plate into the cabinet sideways",
+    "push": "push the puck to the goal",
+    "push-back": "pull the puck back to the goal",
+    "push-wall": "push the puck around the wall to the goal",
+    "reach": "reach the goal",
+    "reach-wall": "reach over the wall to the goal",
+    "shelf-place": "put the cube on the shelf",
+    "soccer": "kick the ball into the goal",
+    "stick-pull": "pull the box with the stick",
+    "stick-push": "push the box with the stick",
+    "sweep": "sweep the cube off the table",
+    "sweep-into": "sweep the cube into the hole",
+    "window-close": "close the window",
+    "window-open": "open the window",
+}
+
+_DRAWER = Halfway("goal_slidey", (-0.13, -0.11), (-0.1, 0.9, 0.0), (0.1, 0.9, 0.0))
+_WINDOW = Halfway("window_slide", (0.09, 0.11), (-0.1, 0.75, 0.16), (0.1, 0.9, 0.16))
+
+
+def _halfway(name: str, opposite: str, start: Halfway) -> MetaworldTask:
+    return MetaworldTask(
+        name=f"{name}-halfway",
+        package_name=f"{name}-v3",
+        prompt=_PROMPTS[name],
+        max_steps=_HALFWAY_MAX_STEPS,
+        start=start,
+        opposite_prompt=_PROMPTS[opposite],
+    )
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        *(MetaworldTask(name, f"{name}-v3", prompt) for name, prompt in _PROMPTS.items()),
+        _halfway("drawer-open", "drawer-close", _DRAWER),
+        _halfway("drawer-close", "drawer-open", _DRAWER),
+        _halfway("window-open", "window-close", _WINDOW),
+        _halfway("window-close", "window-open", _WINDOW),
+    )
+}
+
+# Names for several tasks at once.
+MIXTURES = {
+    "tiny": (
+        *("drawer-open-halfway", "drawer-close-halfway"),
+        *("window-open-halfway", "window-close-halfway"),
+        "button-press-topdown",
+    ),
+}

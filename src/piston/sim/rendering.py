@@ -1,0 +1,191 @@
+"""Pictures of a MuJoCo world, off screen.
+
+Knows models, cameras and pixels; knows nothing of robots or tasks. One thread per process owns
+OpenGL, because a context belongs to a thread: environments may be drawn from any thread, and other
+libraries' contexts are never disturbed. Everything that was compiled from the same XML shares one
+set of meshes on the OpenGL side, so a hundred environments cost no more than one.
+
+OpenGL usually runs on the CPU here, where a frame must take milliseconds. So there are no shadows;
+geoms outside the camera's view are not sent; and edges are smoothed by drawing at twice the size
+and averaging, which is three times faster there than OpenGL's own way. Sites are never drawn: they
+are the simulator's marks, and some mark the goal.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import importlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, UInt8
+from PIL import Image
+
+from piston.sim.opengl import RenderingUnavailable, choose_opengl
+
+_OPENGL = choose_opengl()
+import mujoco  # noqa: E402  (reads MUJOCO_GL when it is imported)
+
+_MAX_GEOMS = 2000
+_SMOOTHING = 2
+_INITIAL_BUFFER = (_SMOOTHING * 240, _SMOOTHING * 320)
+# Geoms of this group are not drawn by MuJoCo's default options.
+_UNDRAWN_GROUP = 5
+_BOX_CORNERS = np.array([[x, y, z] for x in (-1, 1) for y in (-1, 1) for z in (-1, 1)], float)
+
+_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="render")
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """A named camera of the model. `field_of_view` is vertical, in degrees; None is the model's."""
+
+    camera: str
+    field_of_view: float | None = None
+
+
+def render(
+    source: str, model: mujoco.MjModel, data: mujoco.MjData, view: View, height: int, width: int
+) -> UInt8[np.ndarray, "h w 3"]:
+    """Draws the world as it is now. `source` names the XML from which the model was compiled."""
+    if height < 1 or width < 1:
+        raise ValueError(f"An image needs at least one pixel, found {height}×{width}.")
+    return _thread.submit(_render, source, model, data, view, height, width).result()
+
+
+def _render(
+    source: str, model: mujoco.MjModel, data: mujoco.MjData, view: View, height: int, width: int
+) -> UInt8[np.ndarray, "h w 3"]:
+    camera = _camera_id(model, view.camera)
+    return _canvas(source, model).draw(model, data, camera, view.field_of_view, height, width)
+
+
+class _Canvas:
+    """Where worlds of one kind are drawn. Lives on the render thread."""
+
+    def __init__(self, model: mujoco.MjModel) -> None:
+        _opengl()
+        samples = model.vis.quality.offsamples
+        model.vis.quality.offsamples = 0
+        self._context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_100)
+        model.vis.quality.offsamples = samples
+        self._buffer = (0, 0)
+        self._scene = mujoco.MjvScene(model, _MAX_GEOMS)
+        self._scene.flags[mujoco.mjtRndFlag.mjRND_SHADOW] = 0
+        self._scene.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
+        self._options = mujoco.MjvOption()
+        self._options.sitegroup[:] = 0
+
+    def draw(
+        self,
+        model: mujoco.MjModel,
+        data: mujoco.MjData,
+        camera: int,
+        field_of_view: float | None,
+        height: int,
+        width: int,
+    ) -> UInt8[np.ndarray, "h w 3"]:
+        height, width = _SMOOTHING * height, _SMOOTHING * width
+        self._use_buffer(height, width)
+        viewpoint = mujoco.MjvCamera()
+        viewpoint.type = mujoco.mjtCamera.mjCAMERA_FIXED
+        viewpoint.fixedcamid = camera
+        with _camera_set_up(model, data, camera, field_of_view, width / height):
+            every = mujoco.mjtCatBit.mjCAT_ALL
+            mujoco.mjv_updateScene(model, data, self._options, None, viewpoint, every, self._scene)
+        rectangle = mujoco.MjrRect(0, 0, width, height)
+        image = np.empty((height, width, 3), np.uint8)
+        mujoco.mjr_render(rectangle, self._scene, self._context)
+        mujoco.mjr_readPixels(image, None, rectangle, self._context)
+        # OpenGL's rows go from the bottom to the top.
+        return np.array(Image.fromarray(image[::-1]).reduce(_SMOOTHING))
+
+    def _use_buffer(self, height: int, width: int) -> None:
+        needed = tuple(map(max, (height, width), self._buffer, _INITIAL_BUFFER))
+        if needed != self._buffer:
+            mujoco.mjr_resizeOffscreen(needed[1], needed[0], self._context)
+            self._buffer = (needed[0], needed[1])
+        mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._context)
+
+
+_canvases: dict[str, _Canvas] = {}
+
+
+def _canvas(source: str, model: mujoco.MjModel) -> _Canvas:
+    if source not in _canvases:
+        _canvases[source] = _Canvas(model)
+    return _canvases[source]
+
+
+def _context_class() -> type[Any]:
+    """By name, because someone may have imported mujoco before MUJOCO_GL was chosen."""
+    if _OPENGL in ("egl", "osmesa"):
+        return importlib.import_module(f"mujoco.{_OPENGL}").GLContext
+    return mujoco.GLContext
+
+
+@functools.cache
+def _opengl() -> Any:
+    """The process's context, made current on the render thread for good."""
+    try:
+        context = _context_class()(_INITIAL_BUFFER[1], _INITIAL_BUFFER[0])
+        context.make_current()
+    except Exception as error:
+        raise RenderingUnavailable(
+            f"OpenGL gave no context ({error}). Unset MUJOCO_GL to have a working one chosen, or "
+            "install one: apt install libegl1 libgl1 (or libosmesa6)."
+        ) from error
+    # Never freed before the process ends: at exit, dm_control closes the display that both use, and
+    # freeing would then fail with a page of noise. One reference more keeps __del__ from running.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(context))
+    return context
+
+
+def _camera_id(model: mujoco.MjModel, name: str) -> int:
+    camera = mujoco.mj_name2id(model, mujoco.mjtObj.mjOBJ_CAMERA, name)
+    if camera < 0:
+        known = ", ".join(model.camera(i).name for i in range(model.ncam))
+        raise ValueError(f"No camera is named {name!r}; this world has {known}.")
+    return camera
+
+
+@contextmanager
+def _camera_set_up(
+    model: mujoco.MjModel,
+    data: mujoco.MjData,
+    camera: int,
+    field_of_view: float | None,
+    aspect: float,
+) -> Iterator[None]:
+    """The model with this field of view and without what the camera cannot see; undone at exit."""
+    own_view = float(model.cam_fovy[camera])
+    groups = model.geom_group.copy()
+    try:
+        if field_of_view is not None:
+            model.cam_fovy[camera] = field_of_view
+        model.geom_group[_out_of_sight(model, data, camera, aspect)] = _UNDRAWN_GROUP
+        yield
+    finally:
+        model.cam_fovy[camera] = own_view
+        model.geom_group[:] = groups
+
+
+def _out_of_sight(
+    model: mujoco.MjModel, data: mujoco.MjData, camera: int, aspect: float
+) -> Bool[np.ndarray, " geoms"]:
+    """Geoms whose bounding box lies wholly beyond one of the four sides of the view."""
+    boxes = model.geom_aabb[:, None, :3] + model.geom_aabb[:, None, 3:] * _BOX_CORNERS
+    world = boxes @ data.geom_xmat.reshape(-1, 3, 3).swapaxes(1, 2) + data.geom_xpos[:, None]
+    seen = (world - data.cam_xpos[camera]) @ data.cam_xmat[camera].reshape(3, 3)
+    x, y, z = np.moveaxis(seen, -1, 0)
+    up = np.tan(np.radians(model.cam_fovy[camera]) / 2)
+    right = up * aspect
+    # The camera looks along −z.
+    outside = [x > -z * right, -x > -z * right, y > -z * up, -y > -z * up]
+    boundless = model.geom_rbound == 0  # planes
+    return np.any([side.all(axis=1) for side in outside], axis=0) & ~boundless

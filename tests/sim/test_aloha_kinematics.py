@@ -1,0 +1,58 @@
+"""The closed form against MuJoCo's own forward kinematics."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("gym_aloha", reason="needs the extra `sim`")
+from gym_aloha.constants import START_ARM_POSE
+
+from piston.sim.aloha import _physics
+from piston.sim.aloha_kinematics import LEFT, RIGHT, Grasp, joints_for
+
+MODEL = "bimanual_viperx_transfer_cube.xml"
+TIP = 0.135  # finger tips, along the gripper's x axis
+
+
+def _tip_and_axes(side: str, joints: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    physics = _physics(MODEL).copy(share_model=True)
+    first = 0 if side == "left" else 8
+    with physics.reset_context():
+        physics.data.qpos[:16] = START_ARM_POSE
+        physics.data.qpos[first : first + 6] = joints
+    body = f"vx300s_{side}/gripper_link"
+    axes = np.array(physics.named.data.xmat[body]).reshape(3, 3)
+    return np.array(physics.named.data.xpos[body]) + TIP * axes[:, 0], axes
+
+
+@given(
+    st.sampled_from(["left", "right"]),
+    st.floats(-0.15, 0.15),
+    st.floats(0.4, 0.6),
+    st.floats(0.05, 0.25),
+    st.floats(-0.4, 0.4),
+    st.floats(0.0, 1.3),
+    st.floats(-1.5, 1.5),
+)
+def test_the_gripper_is_where_it_was_asked_to_be(side, x, y, z, yaw, pitch, roll):
+    arm = LEFT if side == "left" else RIGHT
+    joints = joints_for(arm, Grasp((x, y, z), yaw, pitch, roll))
+    tip, axes = _tip_and_axes(side, joints)
+    np.testing.assert_allclose(tip, (x, y, z), atol=1e-5)
+    # Straight down the gripper's axis, as seen from the arm.
+    forwards = arm.facing * np.cos(yaw) * np.cos(pitch), arm.facing * np.sin(yaw) * np.cos(pitch)
+    np.testing.assert_allclose(axes[:, 0], (*forwards, -np.sin(pitch)), atol=1e-5)
+    # How far the fingers' line is turned out of the horizontal.
+    np.testing.assert_allclose(axes[2, 1], np.cos(pitch) * np.sin(roll), atol=1e-5)
+
+
+def test_the_pose_at_rest_is_found_again():
+    tip, _ = _tip_and_axes("left", np.array(START_ARM_POSE[:6]))
+    joints = joints_for(LEFT, Grasp(tuple(tip), pitch=-0.1))
+    np.testing.assert_allclose(joints, START_ARM_POSE[:6], atol=1e-4)
+
+
+def test_out_of_reach_is_said():
+    with pytest.raises(ValueError, match="out of reach"):
+        joints_for(LEFT, Grasp((0.4, 0.5, 0.2)))
