@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: setup test demo check bench clean
+.PHONY: help setup test demo check bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -22,13 +22,23 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
+# One thread per worker: more threads than cores make everything slower, not faster.
 test: setup
-	$(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+demo: setup
+	$(BIN)/python -m piston.cli demo aloha
 
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/python -m piston.cli bench stats
+	$(BIN)/python -m piston.cli bench serve
+	$(BIN)/python -m piston.cli bench train mid
+	$(BIN)/python -m piston.cli bench inference pi0
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

@@ -8,6 +8,7 @@ import pytest
 
 from piston import presets
 from piston.config import TrainConfig
+from piston.data.pipeline import open_source
 from piston.models.configs import Pi0Config, Pi0FASTConfig
 from piston.models.variants import GEMMA, parse_gemma_size, parse_vision_size, size_name
 from piston.transforms.normalize import NormStats, write_norm_stats
@@ -101,3 +102,31 @@ def test_statistics_are_found_where_the_preset_expects_them(aloha_sim):
 def test_a_pipeline_without_statistics_refuses_to_be_built(aloha_sim):
     with pytest.raises(ValueError, match="no normalisation statistics"):
         aloha_sim.data_config().input_transforms(repack=True)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../other", "/tmp"])
+def test_a_run_must_not_be_named_after_another_folder(name):
+    with pytest.raises(ValueError, match="one plain name"):
+        _replace("debug", exp_name=name)
+
+
+def test_an_exception_alone_freezes_nothing():
+    model = Pi0Config(vlm=GEMMA["gemma_2b_lora"])
+    with pytest.raises(ValueError, match="nothing is frozen"):
+        _replace("pi0_libero", model=model, freeze=("!*lora*",))
+
+
+def test_rlds_sets_say_that_they_are_not_read():
+    preset = presets.get("pi05_full_droid_finetune")
+    with pytest.raises(ValueError, match="RLDS files are not read. Convert"):
+        open_source(preset.data_config(), preset.model)
+
+
+@pytest.mark.parametrize(
+    ("repo_id", "asset_id"),
+    [("owner/name", "owner/name"), ("/data/my_set", "my_set"), ("../sets/cup", "cup")],
+)
+def test_statistics_of_a_folder_are_named_after_it(repo_id, asset_id):
+    preset = presets.get("pi0_aloha_sim")
+    data = dataclasses.replace(preset.data, repo_id=repo_id)
+    assert dataclasses.replace(preset, data=data).data_config().asset_id == asset_id

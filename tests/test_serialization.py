@@ -28,6 +28,12 @@ class Outer:
     required: int = 0
 
 
+@dataclasses.dataclass(frozen=True)
+class Mixed:
+    pair: tuple[int, Path]
+    named: dict[str, tuple[int, ...]] | None = None
+
+
 def _through_text(value):
     return from_json(json.loads(json.dumps(to_json(value))))
 
@@ -83,3 +89,18 @@ def test_a_field_added_since_takes_its_default():
 def test_a_type_that_is_no_configuration_is_refused(name):
     with pytest.raises(ValueError, match="cannot be imported|not a configuration dataclass"):
         from_json({"type": name})
+
+
+def test_types_inside_containers_are_kept_or_refused():
+    value = Mixed(named={"a": (1, 2)}, pair=(3, Path("x")))
+    back = _through_text(value)
+    assert back == value
+    assert isinstance(back.named["a"], tuple)
+    assert isinstance(back.pair[1], Path)
+    with pytest.raises(TypeError, match="anything would not be read back equal"):
+        to_json(Outer(anything={"pose": (0, 1)}))
+
+
+def test_a_missing_required_field_is_named():
+    with pytest.raises(ValueError, match="not a whole Mixed.*pair"):
+        from_json({"type": f"{__name__}:Mixed"})

@@ -82,6 +82,16 @@ class DataConfig:
     # Random samples in the model's shapes instead of a data set.
     fake: bool = False
 
+    # Why the data set that is named cannot be read here, if so.
+    not_readable: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.norm_floor < 0 or self.action_stride < 1:
+            raise ValueError(
+                f"--data.norm-floor is {self.norm_floor} and --data.action-stride "
+                f"{self.action_stride}; expected at least 0 and 1."
+            )
+
     def with_norm_stats(self, preset: str = "PRESET") -> DataConfig:
         """The same with its statistics read; refuses an unknown asset with what to do."""
         if self.norm_stats is not None or self.fake:
@@ -178,12 +188,20 @@ class DataConfigFactory(abc.ABC):
         return DataConfig(
             repo_id=repo_id,
             assets_dir=self.assets.assets_dir or str(assets_dirs),
-            asset_id=self.assets.asset_id or repo_id,
+            asset_id=self.assets.asset_id or _asset_name(repo_id),
             model_transforms=ModelTransformFactory(self.default_prompt)(model_config),
             use_quantile_norm=model_config.uses_quantiles,
             norm_floor=self.norm_floor,
             prompt_from_task=self.prompt_from_task,
         )
+
+
+def _asset_name(repo_id: str | None) -> str | None:
+    """`owner/name` names its statistics too; a folder elsewhere gives them its own name."""
+    if repo_id is None:
+        return None
+    path = Path(repo_id)
+    return path.resolve().name if path.is_absolute() or ".." in path.parts else path.as_posix()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -342,13 +360,15 @@ class TrainConfig:
             "action_expert": getattr(self.model, "action_expert", None),
         }
         adapted = [name for name, size in experts.items() if size is not None and size.lora]
-        if adapted and not self.freeze:
+        if adapted and not any(not pattern.startswith("!") for pattern in self.freeze):
             raise ValueError(
                 f"{' and '.join(adapted)} have LoRA adapters, but nothing is frozen: all weights "
                 "would train as well. Set --freeze "
                 + " ".join(f"'{name}.*'" for name in adapted)
                 + " '!*lora*', or choose a size without LoRA."
             )
+        for name in ("name", "exp_name"):
+            _require_folder_name(name, getattr(self, name))
         for name in _AT_LEAST_ONE:
             _require_at_least(1, name, getattr(self, name))
         for name in ("num_workers", "seed", "validation_episodes"):
@@ -390,6 +410,15 @@ class TrainConfig:
 
     def data_config(self) -> DataConfig:
         return self.data.create(self.assets_dirs, self.model)
+
+
+def _require_folder_name(field: str, value: str) -> None:
+    """Runs are folders that may be deleted: a name must not lead anywhere else."""
+    if value is tyro.MISSING:
+        return
+    if value in ("", ".", "..") or Path(value).name != value:
+        flag = field.replace("_", "-")
+        raise ValueError(f"--{flag} is {value!r}; it names a folder, so it must be one plain name.")
 
 
 def _require_at_least(least: int, name: str, value: int) -> None:

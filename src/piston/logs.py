@@ -29,12 +29,12 @@ class LineFormatter(logging.Formatter):
 def init_logging() -> None:
     """Set the root logger to INFO with our line format, on the handler it has or on a new one.
 
-    The handler refuses DEBUG as well, since a logger below the root may have a level of its own.
+    Handlers refuse DEBUG as well, since a logger below the root may have a level of its own.
     """
     root = logging.getLogger()
     root.setLevel(logging.INFO)
     if not root.handlers:
         root.addHandler(logging.StreamHandler())
-    handler = root.handlers[0]
-    handler.setFormatter(LineFormatter())
-    handler.setLevel(max(handler.level, logging.INFO))
+    root.handlers[0].setFormatter(LineFormatter())
+    for handler in root.handlers:
+        handler.setLevel(max(handler.level, logging.INFO))

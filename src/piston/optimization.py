@@ -48,6 +48,8 @@ class CosineDecaySchedule(LRSchedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.decay_lr < 0:
+            raise ValueError(f"decay_lr must not be negative, is {self.decay_lr}.")
         if self.decay_steps <= self.warmup_steps:
             raise ValueError(
                 f"decay_steps ({self.decay_steps}) counts from the start of training and must lie "
@@ -87,3 +89,12 @@ class AdamW:
     weight_decay: float = 1e-10
     # Gradients whose global norm is larger are scaled down to it.
     clip_gradient_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.b1 < 1 and 0 <= self.b2 < 1):
+            raise ValueError(f"AdamW's b1 and b2 lie in [0, 1), found {self.b1} and {self.b2}.")
+        if self.eps <= 0 or self.weight_decay < 0 or self.clip_gradient_norm <= 0:
+            raise ValueError(
+                "AdamW needs eps > 0, weight_decay ≥ 0 and clip_gradient_norm > 0, found "
+                f"{self.eps}, {self.weight_decay} and {self.clip_gradient_norm}."
+            )

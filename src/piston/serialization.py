@@ -19,13 +19,29 @@ import tyro
 _TYPE = "type"
 
 
-def to_json(value: Any, where: str = "config") -> Any:
-    """Plain JSON values. An unset (MISSING) field or a value with no JSON form is an error."""
+def to_json(value: Any) -> Any:
+    """Plain JSON values. An unset (MISSING) field or a value with no JSON form is an error.
+
+    So is what would come back as another type: a tuple or path where only `Any` is declared.
+    """
+    data = _plain(value, "config")
+    back = from_json(data)
+    if back != value:
+        fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+        differing = [f.name for f in fields if getattr(back, f.name) != getattr(value, f.name)]
+        raise TypeError(
+            f"{', '.join(differing) or 'the value'} would not be read back equal. Use lists and "
+            "strings where the declared type does not say tuple or Path."
+        )
+    return data
+
+
+def _plain(value: Any, where: str) -> Any:
     if value is tyro.MISSING:
         raise ValueError(f"{where} is not set; set it before the configuration is written.")
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {
-            field.name: to_json(getattr(value, field.name), f"{where}.{field.name}")
+            field.name: _plain(getattr(value, field.name), f"{where}.{field.name}")
             for field in dataclasses.fields(value)
             if field.init
         }
@@ -33,9 +49,9 @@ def to_json(value: Any, where: str = "config") -> Any:
     if isinstance(value, collections.abc.Mapping):
         if bad := [key for key in value if not isinstance(key, str) or key == _TYPE]:
             raise TypeError(f"{where} has keys that JSON cannot carry back: {bad}.")
-        return {key: to_json(item, f"{where}.{key}") for key, item in value.items()}
+        return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [to_json(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, Path):
         return str(value)
     if value is None or isinstance(value, bool | int | float | str):
@@ -51,16 +67,28 @@ def from_json(data: Any, hint: Any = Any, where: str = "config") -> Any:
     if isinstance(data, dict) and _TYPE in data:
         return _dataclass_from_json(data, where)
     if isinstance(data, dict):
+        hint = _choose(hint, (dict, collections.abc.Mapping))
         value_hint = (typing.get_args(hint) or (Any, Any))[-1]
         return {key: from_json(item, value_hint, f"{where}.{key}") for key, item in data.items()}
     if isinstance(data, list):
         hint = _choose(hint, (tuple, list))
-        element = next((arg for arg in typing.get_args(hint) if arg is not Ellipsis), Any)
-        items = [from_json(item, element, f"{where}[{index}]") for index, item in enumerate(data)]
+        elements = _element_hints(hint, len(data))
+        items = [
+            from_json(item, element, f"{where}[{index}]")
+            for index, (item, element) in enumerate(zip(data, elements))
+        ]
         return tuple(items) if _is(hint, tuple) else items
     if isinstance(data, str) and _is(_choose(hint, (Path,)), Path):
         return Path(data)
     return data
+
+
+def _element_hints(hint: Any, count: int) -> list[Any]:
+    """`tuple[int, Path]` has a type for each place; `tuple[int, ...]`, `list[int]` one for all."""
+    args = typing.get_args(hint)
+    if len(args) == count and _is(hint, tuple) and Ellipsis not in args:
+        return list(args)
+    return [args[0] if args else Any] * count
 
 
 def type_name(cls: type) -> str:
@@ -76,13 +104,15 @@ def _dataclass_from_json(data: dict[str, Any], where: str) -> Any:
             f"{where} has fields that {cls.__name__} does not know: {', '.join(unknown)}. "
             "It was probably written by a newer version of Piston."
         )
-    return cls(
-        **{
-            name: from_json(data[name], hints[name], f"{where}.{name}")
-            for name in names
-            if name in data
-        }
-    )
+    fields = {
+        name: from_json(data[name], hints[name], f"{where}.{name}")
+        for name in names
+        if name in data
+    }
+    try:
+        return cls(**fields)
+    except TypeError as error:
+        raise ValueError(f"{where} is not a whole {cls.__name__}: {error}.") from error
 
 
 def _find_type(name: Any, where: str) -> Any:

@@ -212,3 +212,16 @@ def test_padding_marks_are_passed_on():
     marks = np.array([False, True])
     seen = UR5Inputs()({**make_ur5_example(), "action_is_pad": marks})
     np.testing.assert_array_equal(seen["action_is_pad"], marks)
+
+
+@pytest.mark.parametrize("robot", ROBOTS)
+def test_a_picture_from_a_camera_the_robot_does_not_have_is_refused(robot):
+    inputs, _, make_example, *_ = ROBOTS[robot]
+    data = make_example()
+    picture = np.zeros((8, 8, 3), np.uint8)
+    if "images" in data:
+        data["images"] = {**data["images"], "cam_behind": picture}
+    else:
+        data["observation/image_behind"] = picture
+    with pytest.raises(ValueError, match="behind' .*is not expected"):
+        inputs(data)

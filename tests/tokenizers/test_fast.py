@@ -153,8 +153,6 @@ def test_no_codes_crash(fitted: FASTTokenizer, codes: list[int]) -> None:
         (np.full((3, 2), np.nan), "step 0, dimension 0"),
         (np.zeros(5), r"shape \(5,\)"),
         (np.zeros((0, 5)), r"shape \(0, 5\)"),
-        (np.array([[0.0, -1e3]]), "dimension 1 is -10000"),
-        (np.array([[1e5, 0.0]]), "dimension 0 is 1000000"),
     ],
 )
 def test_what_cannot_be_encoded_is_refused(
@@ -162,6 +160,19 @@ def test_what_cannot_be_encoded_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         fitted.encode(chunk)
+
+
+@pytest.mark.parametrize(
+    ("value", "found"), [(-1e3, "dimension 1 is -10000"), (1e5, "dimension 1 is 1000000")]
+)
+def test_actions_far_out_of_range_are_clipped_as_publicly_and_told(
+    fitted: FASTTokenizer, value: float, found: str, caplog, monkeypatch
+) -> None:
+    monkeypatch.setattr("piston.tokenizers.fast._warned", set())
+    codes = fitted.encode(np.array([[0.0, value]]))
+    assert fitted.encode(np.array([[0.0, 10 * value]])) == codes
+    assert found in caplog.text
+    assert caplog.text.count("Said once.") == 1
 
 
 def test_bad_fits_are_refused() -> None:

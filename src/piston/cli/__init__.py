@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from piston.cli.screen import fail, stdout_closed_early
+from piston.logs import init_logging
 
 # verb → what it does, in the order in which people use them.
 VERBS = {
@@ -41,8 +42,12 @@ def main(args: Sequence[str] | None = None) -> int:
         nearest = get_close_matches(verb, VERBS, n=1)
         hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
         return fail(f"No verb is named {verb!r}.{hint}\n\n{_help()}", code=2)
-    run = importlib.import_module(f"piston.cli.{verb}").run
+    init_logging()
     try:
+        if os.environ.get("PISTON_PRESETS"):
+            # Before any verb: a checkpoint names the classes that such a module defines.
+            importlib.import_module("piston.presets").import_user_presets()
+        run = importlib.import_module(f"piston.cli.{verb}").run
         return int(run(rest) or 0)
     except BrokenPipeError:
         return stdout_closed_early()

@@ -11,7 +11,7 @@ import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -19,7 +19,7 @@ import torch
 import tyro
 from rich.table import Table
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode, mm_flop
+from torch.utils.flop_counter import FlopCounterMode
 
 from piston import weights
 from piston.cli.screen import console
@@ -152,13 +152,31 @@ class Timing:
 @torch.no_grad()
 def measure(model: Pi0, observation: Observation, num_steps: int, repeats: int) -> Timing:
     noise = torch.randn(1, model.config.action_horizon, model.config.action_dim)
-    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._int_mm: mm_flop})
+    counter = FlopCounterMode(display=False, custom_mapping=_UNCOUNTED)
     with counter:  # the warm-up as well
         model.sample_actions(observation, noise, num_steps)
     chunk = _median(lambda: model.sample_actions(observation, noise, num_steps), repeats)
     embed = _median(lambda: model.embed_prefix(observation), repeats)
     prefix = _median(lambda: model.prefill(observation), repeats)
     return Timing(chunk, embed, prefix - embed, chunk - prefix, counter.get_total_flops())
+
+
+def _product_operations(a: Sequence[int], b: Sequence[int], *_: object, **__: object) -> int:
+    return 2 * a[0] * a[1] * b[1]
+
+
+def _attention_operations(
+    query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: object, **__: object
+) -> int:
+    batch, heads, rows, dim = query
+    return 2 * batch * heads * rows * key[2] * (dim + value[3])
+
+
+# What torch's own counter leaves out on CPUs.
+_UNCOUNTED = {
+    torch.ops.aten._int_mm: _product_operations,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_operations,
+}
 
 
 def matmul_rate(dtype: Held, computed: Computed) -> float:

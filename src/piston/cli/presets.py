@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Annotated, Any
 
 import tyro
+from rich.markup import escape
 from rich.table import Table
 from rich.tree import Tree
 
@@ -79,12 +80,12 @@ def _add_fields(tree: Tree, config: Any) -> None:
         value = getattr(config, field.name)
         if isinstance(value, GemmaSize | VisionSize):
             tree.add(f"{field.name} = {size_name(value)}")
-        elif dataclasses.is_dataclass(value) and not isinstance(value, Transform):
+        elif dataclasses.is_dataclass(value):
             _add_fields(tree.add(f"{field.name}: {type(value).__name__}"), value)
         elif value is tyro.MISSING:
             tree.add(f"{field.name} = [yellow](yours to set)[/yellow]")
         else:
-            tree.add(f"{field.name} = {value!r}", highlight=True)
+            tree.add(escape(f"{field.name} = {value!r}"), highlight=True)
 
 
 def _chain(data: DataConfig) -> Tree:
@@ -110,6 +111,6 @@ def _chain(data: DataConfig) -> Tree:
 def _add_transforms(tree: Tree, transforms: Iterable[Transform]) -> None:
     transforms = list(transforms)
     for transform in transforms:
-        tree.add(repr(transform), highlight=True)
+        tree.add(escape(repr(transform)), highlight=True)
     if not transforms:
         tree.add("[dim]none[/dim]")

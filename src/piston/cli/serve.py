@@ -14,7 +14,6 @@ import tyro
 from piston.inference.loading import PolicyDtype, load_policy, random_policy
 from piston.inference.policy import Policy
 from piston.inference.recording import RecordingPolicy
-from piston.logs import init_logging
 from piston.serving import ServerConfig, run_server
 
 logger = logging.getLogger(__name__)
@@ -51,7 +50,6 @@ class ServeArguments:
 
 
 def run(args: list[str]) -> int:
-    init_logging()
     arguments = tyro.cli(ServeArguments, args=args, prog="piston serve")
     policy = _make_policy(arguments)
     logger.info("%s on %s", policy.model.config.family, policy.device)

@@ -51,7 +51,7 @@ def run(args: list[str]) -> int:
     names = dimension_names(dataset.metadata.features, data_config, statistics)
     for key, of_key in statistics.items():
         console().print(_table(key, of_key, names[key]))
-    for warning in warnings(statistics, names, config.model.uses_quantiles):
+    for warning in warnings(statistics, names, data_config):
         console().print(f"[yellow]warning:[/yellow] {warning}", highlight=False)
     path = write_norm_stats(folder, {key: s.norm_stats for key, s in statistics.items()})
     console().print(
@@ -118,13 +118,18 @@ def _flat(names: Any) -> list[str]:
 
 
 def warnings(
-    statistics: Mapping[str, KeyStatistics], names: Mapping[str, list[str]], use_quantiles: bool
+    statistics: Mapping[str, KeyStatistics], names: Mapping[str, list[str]], config: DataConfig
 ) -> list[str]:
     norm_stats = {key: of_key.norm_stats for key, of_key in statistics.items()}
-    still = constant_dimensions(norm_stats, use_quantiles)
+    still = constant_dimensions(norm_stats, config.use_quantile_norm)
+    advice = (
+        f"the floor of {config.norm_floor:g} keeps their noise small."
+        if config.norm_floor
+        else "normalised, the slightest noise there explodes. Set --data.norm-floor, or leave "
+        "them out."
+    )
     found = [
-        f"{key}: {_listed(names[key], dims)} never move{'s' * (len(dims) == 1)}; normalised, the "
-        "slightest noise there explodes. Set --data.norm-floor, or leave them out."
+        f"{key}: {_listed(names[key], dims)} never move{'s' * (len(dims) == 1)}; {advice}"
         for key, dims in still.items()
     ]
     for key, of_key in statistics.items():

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from rich.markup import escape
 
 from piston import verification
 from piston.cli.screen import console
@@ -37,14 +38,15 @@ def _paths_argument(paths: Annotated[tuple[Path, ...], tyro.conf.Positional]) ->
 
 def _replay(case: Path) -> list[Quantity]:
     screen = console()
-    screen.print(f"\n[bold]{case}[/bold]")
+    screen.print(f"\n[bold]{escape(str(case))}[/bold]", soft_wrap=True)
     quantities = []
     for quantity in verification.replay(case):
         quantities.append(quantity)
         verdict = "[green]ok[/green]" if quantity.ok else "[red]WRONG[/red]"
         screen.print(
-            f"  {quantity.name:<44} {quantity.error:>10.2e}  tolerance {quantity.tolerance:.0e}  "
-            f"{verdict}  [dim]{quantity.note}[/dim]",
+            f"  {escape(quantity.name):<44} {quantity.error:>10.2e}  "
+            f"tolerance {quantity.tolerance:.0e}  {verdict}  [dim]{escape(quantity.note)}[/dim]",
             highlight=False,
+            soft_wrap=True,
         )
     return quantities

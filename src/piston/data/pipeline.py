@@ -81,6 +81,8 @@ def open_source(
     config: DataConfig, model: ModelConfig, *, episodes: EpisodeChoice = None, images: bool = True
 ) -> LeRobotDataset:
     """The data set of a pipeline, its actions as chunks of the model's horizon."""
+    if config.not_readable is not None:
+        raise ValueError(config.not_readable)
     if config.repo_id is None:
         raise ValueError("No data set is named: give --data.repo-id, a folder or owner/name.")
     root = locate(config.repo_id)

@@ -34,24 +34,25 @@ class UnknownPreset(ValueError):
 
 
 @functools.cache
-def _import_user_presets() -> None:
+def import_user_presets() -> None:
     """Import the modules that PISTON_PRESETS names, which `register` presets of their own."""
-    for module in filter(None, os.environ.get("PISTON_PRESETS", "").split(",")):
+    modules = [name.strip() for name in os.environ.get("PISTON_PRESETS", "").split(",")]
+    if any(modules):
         # A command has no current folder on its path, where such a module usually is.
         sys.path.append(str(Path.cwd()))
+    for module in filter(None, modules):
         try:
-            importlib.import_module(module.strip())
-        except ImportError as error:
+            importlib.import_module(module)
+        except Exception as error:
             raise ValueError(
-                f"PISTON_PRESETS names {module!r}, which cannot be imported ({error}). It is a "
-                "comma-separated list of modules, found in the current folder or installed."
+                f"PISTON_PRESETS names {module!r}, which cannot be imported "
+                f"({type(error).__name__}: {error}). It is a comma-separated list of modules, "
+                "found in the current folder or installed."
             ) from error
-        finally:
-            sys.path.remove(str(Path.cwd()))
 
 
 def names() -> list[str]:
-    _import_user_presets()
+    import_user_presets()
     return list(_BY_NAME)
 
 
@@ -67,7 +68,7 @@ def register(preset: TrainConfig) -> TrainConfig:
 
 
 def get(name: str) -> TrainConfig:
-    _import_user_presets()
+    import_user_presets()
     if name not in _BY_NAME:
         nearest = difflib.get_close_matches(name, _BY_NAME, n=1, cutoff=0.4)
         hint = f"Did you mean {nearest[0]!r}? " if nearest else ""

@@ -7,12 +7,12 @@ model family's affair (`FillCameras`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 
-from piston.transforms.base import Data, require, require_chunk, require_vector
+from piston.transforms.base import Data, listed, require, require_chunk, require_vector
 from piston.transforms.images import to_uint8_hwc
 from piston.transforms.keys import ALWAYS_KEPT
 
@@ -25,14 +25,17 @@ def model_inputs(
     state: np.ndarray,
     actions: np.ndarray | None,
     who: str,
+    spare: Collection[str] = (),
 ) -> Data:
     """Image and mask per camera slot, state, actions where there are any, and the prompt.
 
     `cameras` goes from the robot's name of a camera to the model's slot; `images` holds the images
-    under the robot's names. `data` is the robot's dictionary, for the prompt.
+    under the robot's names. `data` is the robot's dictionary, for the prompt. A picture under any
+    other name is refused, unless it is a `spare` one: it would be left out in silence.
     """
     if len(set(cameras.values())) < len(cameras):
         raise ValueError(f"{who}: two cameras are mapped to one slot: {dict(cameras)}.")
+    _refuse_unexpected(images, cameras, spare, who)
     leading = state.shape[:-1]
     pixels = {slot: _camera_image(images, name, leading, who) for name, slot in cameras.items()}
     result: Data = {
@@ -48,6 +51,22 @@ def model_inputs(
             )
         result["actions"] = actions
     return {**result, **{key: data[key] for key in ALWAYS_KEPT if key in data}}
+
+
+def _refuse_unexpected(
+    images: Mapping[str, Any], cameras: Mapping[str, str], spare: Collection[str], who: str
+) -> None:
+    known = {*cameras, *spare}
+    unexpected = [
+        name for name, value in images.items() if name not in known and np.ndim(value) > 2
+    ]
+    # In a flat dictionary there are chunks of actions besides pictures.
+    pictures = [name for name in unexpected if np.asarray(images[name]).dtype == np.uint8]
+    if pictures:
+        raise ValueError(
+            f"{who}: camera {listed(pictures)} is not expected; this robot's are {listed(known)}. "
+            "Leave it out, or map it to a slot of the model with `cameras`."
+        )
 
 
 def _camera_image(

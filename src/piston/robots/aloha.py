@@ -89,7 +89,13 @@ class AlohaInputs:
             actions = None if actions is None else _actions_to_model(actions)
         present = {name: slot for name, slot in self.cameras.items() if name in images}
         return model_inputs(
-            data, images=images, cameras=present, state=state, actions=actions, who=who
+            data,
+            images=images,
+            cameras=present,
+            state=state,
+            actions=actions,
+            who=who,
+            spare=(SPARE_CAMERA,),
         )
 
 
@@ -182,12 +188,14 @@ class LeRobotAlohaDataConfig(DataConfigFactory):
     )
     # The data set's columns that are read as chunks.
     action_sequence_keys: tuple[str, ...] = ("action",)
+    # The robot's cameras and the model's slots for them.
+    cameras: dict[str, str] = dataclasses.field(default_factory=lambda: dict(CAMERAS))
     # Control steps between the model's actions; the robot gets those between by interpolation.
     action_stride: int = 1
 
     def create(self, assets_dirs: Path, model_config: ModelConfig) -> DataConfig:
         data_transforms = Group(
-            inputs=(AlohaInputs(adapt_to_pi=self.adapt_to_pi),),
+            inputs=(AlohaInputs(adapt_to_pi=self.adapt_to_pi, cameras=self.cameras),),
             outputs=(AlohaOutputs(adapt_to_pi=self.adapt_to_pi),),
         )
         if self.use_delta_joint_actions:

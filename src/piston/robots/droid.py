@@ -140,7 +140,7 @@ class RLDSDroidDataConfig(DroidDataConfig):
     """
 
     # The folder with the RLDS files.
-    rlds_data_dir: str | None = None
+    rlds_data_dir: tyro.conf.Suppress[str | None] = None
     # What the actions are.
     action_space: ActionSpace = "joint_position"
     # The mixture.
@@ -167,4 +167,8 @@ class RLDSDroidDataConfig(DroidDataConfig):
             config,
             repack_transforms=Group(inputs=(repack,)),
             data_transforms=data_transforms,
+            not_readable=(
+                "RLDS files are not read. Convert them to LeRobot format, and train on that with "
+                "the preset pi05_droid_finetune and --data.repo-id."
+            ),
         )

@@ -307,13 +307,16 @@ def _as_text(coefficients: Int[np.ndarray, "k d"], min_token: int) -> str:
     characters = coefficients - min_token
     outside = np.argwhere((characters < 0) | (characters >= _NUM_CHARACTERS))
     if len(outside):
+        # As the public tokenizer does; but it says nothing.
         frequency, dim = outside[0]
-        raise ValueError(
-            f"A FAST coefficient of action dimension {dim} is {coefficients[frequency, dim]}, this "
-            f"tokenizer holds {min_token} … {min_token + _NUM_CHARACTERS - 1}. The actions must be "
-            "normalised to about [−1, 1]: check that dimension's statistics, or fit a FAST "
-            "tokenizer to these data."
+        _warn_once(
+            "coefficient out of range",
+            f"A FAST coefficient of action dimension {dim} is {coefficients[frequency, dim]}, "
+            f"outside {min_token} … {min_token + _NUM_CHARACTERS - 1}, and was clipped. The "
+            "actions must be normalised to about [−1, 1]: check that dimension's statistics, or fit a FAST "
+            "tokenizer to these data.",
         )
+        characters = np.clip(characters, 0, _NUM_CHARACTERS - 1)
     return "".join(map(chr, characters.ravel()))
 
 
@@ -340,7 +343,11 @@ def _find(ids: list[int], part: list[int]) -> int | None:
 
 
 def _warn_malformed(kind: str, found: str) -> None:
+    _warn_once(kind, f"Malformed FAST actions: {found}. Gave zeros.")
+
+
+def _warn_once(kind: str, message: str) -> None:
     """Once per kind: a policy that writes nonsense does so many times a second."""
     if kind not in _warned:
         _warned.add(kind)
-        logger.warning("Malformed FAST actions: %s. Gave zeros; said once.", found)
+        logger.warning("%s Said once.", message)

@@ -96,7 +96,7 @@ class InterpolateActions:
             raise ValueError(f"InterpolateActions: stride is {self.stride}; expected at least 1.")
 
     def __call__(self, data: Data) -> Data:
-        actions = require_chunk(data, "actions", None, "InterpolateActions")
+        actions = _as_float(require_chunk(data, "actions", None, "InterpolateActions"))
         steps = np.arange((actions.shape[-2] - 1) * self.stride + 1)
         before = steps // self.stride
         after = np.minimum(before + 1, actions.shape[-2] - 1)

@@ -77,6 +77,11 @@ def resize_with_pad(images: UInt8Images, height: int, width: int) -> UInt8Images
             "(…, height, width, 3)."
         )
     old_height, old_width = images.shape[-3:-1]
+    if min(old_height, old_width, height, width) < 1:
+        raise ValueError(
+            f"resize_with_pad: from {old_height}×{old_width} to {height}×{width} pixels; an image "
+            "has at least one pixel."
+        )
     if (old_height, old_width) == (height, width):
         return images
     ratio = max(old_width / width, old_height / height)

@@ -88,7 +88,7 @@ class InjectDefaultPrompt:
     prompt: str | None
 
     def __call__(self, data: Data) -> Data:
-        if self.prompt is None or "prompt" in data:
+        if self.prompt is None or data.get("prompt") is not None:
             return data
         return {**data, "prompt": self.prompt}
 
@@ -217,7 +217,7 @@ class ExtractFASTActions:
 def _prompts(data: Data, batch: tuple[int, ...] | None, who: str) -> np.ndarray:
     """One prompt per sample: an array of str with the leading axes of the batch."""
     if data.get("prompt") is None:
-        error = missing_key("prompt", data, who)
+        error = missing_key("prompt", data.keys() - {"prompt"}, who)
         raise type(error)(f'{error} Give "prompt" with the observation, or set a default_prompt.')
     prompts = np.asarray(data["prompt"], dtype=object)
     for prompt in prompts.flat:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from piston.verification import datasets, models, norm_stats, transforms
-from piston.verification.quantity import Quantity
+from piston.verification.quantity import Quantity, failed
 
 # What a kind of case is called → the module that recognises and replays it.
 _KINDS: dict[str, tuple[Callable[[Path], bool], Callable[[Path], Iterator[Quantity]]]] = {
@@ -34,11 +34,20 @@ def find_cases(path: Path) -> list[Path]:
 
 
 def replay(case: Path) -> Iterator[Quantity]:
-    """Every quantity of one case, compared."""
+    """Every quantity of one case, compared. What cannot be read is a quantity that failed."""
     kind = _kind(case)
     if kind is None:
         raise ValueError(f"{case} is no case that is known. Known kinds: {'; '.join(_KINDS)}.")
-    return _KINDS[kind][1](case)
+    count = 0
+    try:
+        for quantity in _KINDS[kind][1](case):
+            count += 1
+            yield quantity
+    except Exception as error:
+        yield failed(f"after {count} quantities", f"{type(error).__name__}: {error}")
+    else:
+        if count == 0:
+            yield failed("nothing compared", "the case holds no quantity that is known")
 
 
 def _kind(path: Path) -> str | None:
