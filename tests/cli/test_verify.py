@@ -67,3 +67,20 @@ def test_nan_and_shapes_are_never_fine():
     assert not close("x", np.zeros(2), np.zeros(3), 1e9).ok
     assert not equal("x", [1, 2], [1, 3]).ok
     assert close("x", np.array([1000.1]), np.array([1000.0]), 1e-3, relative=True).ok
+
+
+def test_a_case_in_which_nothing_is_known_fails(tmp_path, capsys):
+    (tmp_path / "case.json").write_text("{}")
+    np.savez(tmp_path / "case.npz", other=np.zeros(3))
+    assert main(["verify", str(tmp_path / "case.json")]) == 1
+    shown = capsys.readouterr().out
+    assert "other" in shown
+    assert "not understood" in shown
+
+
+def test_a_missing_expectation_is_not_passed_over(numeric_case, capsys):
+    arrays = dict(np.load(numeric_case.with_suffix(".npz")))
+    del arrays["aloha/adapt_True/delta/state"]
+    np.savez(numeric_case.with_suffix(".npz"), **arrays)
+    assert main(["verify", str(numeric_case)]) == 1
+    assert "aloha/adapt_True/delta/state" in capsys.readouterr().out
