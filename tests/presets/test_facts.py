@@ -103,6 +103,28 @@ def test_data(name):
         assert data.action_sequence_keys == tuple(facts["action_sequence_keys"])
 
 
+# Compared above or below, or written there as code.
+DATA_COMPARED = {
+    "__type__", "repo_id", "assets", "base_config", "default_prompt", "use_delta_joint_actions",
+    "adapt_to_pi", "extra_delta_transform", "action_sequence_keys", "repack_transforms",
+    "action_space", "datasets", "data_transforms", "model_transforms",
+}  # fmt: skip
+# A folder on somebody's machine.
+DATA_ASIDE = {"rlds_data_dir"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_field_of_the_data_is_passed_over(name):
+    assert FACTS[name]["data"].keys() - DATA_COMPARED - DATA_ASIDE == set()
+    base = FACTS[name]["data"].get("base_config") or {}
+    # Of the base only this is ever set; the rest is empty there.
+    empty = {k: v for k, v in base.items() if k not in ("__type__", "prompt_from_task")}
+    assert all(
+        value in (None, [], False, ["actions"], {"__type__": "Group", "inputs": [], "outputs": []})
+        for value in empty.values()
+    )
+
+
 @pytest.mark.parametrize("name", [n for n in NAMES if "repack_transforms" in FACTS[n]["data"]])
 def test_key_map(name):
     (facts,) = FACTS[name]["data"]["repack_transforms"]["inputs"]
