@@ -4,6 +4,9 @@ PYTHON ?= python3
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
+# Compiled test files are kept, so that a second run starts at once.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help setup test demo check bench clean
 .DEFAULT_GOAL := help
 

@@ -1,0 +1,44 @@
+"""`piston report RUN`: a run as one HTML page."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from piston.cli.screen import console
+from piston.logs import init_logging
+from piston.report import write_report
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportArguments:
+    """Show a run as one HTML page: loss, successes, videos, an action chunk, transforms, times."""
+
+    # The run's folder, as `piston runs` lists it.
+    run: Annotated[Path, tyro.conf.Positional]
+    # Folders that `piston eval --out` wrote; by default those directly below the run.
+    eval: tuple[Path, ...] = ()
+    # The page; by default report.html in the run's folder.
+    out: Path | None = None
+    # Seconds per stage, as `piston demo` writes them.
+    stages: Path | None = None
+    # Load the newest checkpoint, to show what it predicts.
+    policy: bool = True
+
+
+def run(args: list[str]) -> int:
+    init_logging()
+    arguments = tyro.cli(ReportArguments, args=args, prog="piston report")
+    page = write_report(
+        arguments.run,
+        arguments.out,
+        evaluations=arguments.eval,
+        stages=arguments.stages,
+        use_policy=arguments.policy,
+    )
+    size = page.stat().st_size / 1e6
+    console().print(f"{page} ({size:.1f} MB)", soft_wrap=True, highlight=False)
+    return 0

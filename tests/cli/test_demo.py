@@ -1,0 +1,226 @@
+"""`piston demo`: whose folder it deletes, how it fails and goes on, and the short form in full."""
+
+import dataclasses
+import json
+import re
+import socket
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from piston import presets
+from piston.cli import demo, demo_job, main
+from piston.cli.demo import PLANS, DemoPlan, Trial
+from piston.cli.demo_job import STATE, StageFailed, begin
+from piston.report.stages import Stage, Stages, read_stages
+
+JOB = {"demo": "tested", "seed": 0}
+
+
+def test_a_folder_of_others_is_left_alone(tmp_path, capsys):
+    precious = tmp_path / "data" / "precious.txt"
+    precious.parent.mkdir()
+    precious.write_text("years of work")
+    assert main(["demo", "--quick", "--out", str(tmp_path)]) == 1
+    assert "was not made by `piston demo`" in capsys.readouterr().err
+    assert precious.read_text() == "years of work"
+
+
+def test_only_what_a_demo_made_is_deleted(tmp_path):
+    begin(tmp_path, JOB, resume=False)
+    for name in ("data/a", "checkpoints/b", "notes/c"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    (tmp_path / "report.html").touch()
+    begin(tmp_path, JOB, resume=False)
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {STATE, "notes/c"}
+
+
+def test_a_state_file_that_is_none_protects_the_folder(tmp_path):
+    (tmp_path / STATE).write_text("{}")
+    (tmp_path / "data").mkdir()
+    with pytest.raises(ValueError, match="no list of stages"):
+        begin(tmp_path, JOB, resume=False)
+    assert (tmp_path / "data").is_dir()
+
+
+def test_resuming_needs_the_same_demo(tmp_path):
+    Stages(JOB).with_stage(Stage("record", 1.0, "ok"), 0).write(tmp_path / STATE)
+    assert begin(tmp_path, JOB, resume=True).is_finished("record")
+    with pytest.raises(ValueError, match="holds another demo"):
+        begin(tmp_path, {**JOB, "seed": 1}, resume=True)
+    assert not begin(tmp_path, {**JOB, "seed": 1}, resume=False).is_finished("record")
+
+
+def test_a_stage_is_a_command_done_once(tmp_path, capfd):
+    job = begin(tmp_path, JOB, resume=False)
+    job.do("presets again", ("debug",), lambda: "shown")
+    assert "$ piston presets debug" in capfd.readouterr().out
+    job.do("presets again", ("no such preset",), lambda: "never")
+    stage = read_stages(tmp_path / STATE).get("presets again")
+    assert stage.result == "shown"
+    assert stage.seconds > 0
+    assert job.stages.peak_memory_bytes > 10**7
+
+
+def test_a_failing_stage_tells_its_error_and_code(tmp_path, capfd):
+    job = begin(tmp_path, JOB, resume=False)
+    with pytest.raises(StageFailed, match="'presets' failed with exit code 1") as failure:
+        job.do("presets", ("no such preset",), lambda: "never")
+    assert failure.value.code == 1
+    assert "No preset is named" in capfd.readouterr().err
+    with pytest.raises(StageFailed, match="'serve' failed"), job.serve(tmp_path / "nowhere"):
+        pass
+    assert read_stages(tmp_path / STATE).finished == ()
+
+
+def test_the_demo_ends_with_the_code_of_its_stage(tmp_path, capfd, monkeypatch):
+    plan = dataclasses.replace(PLANS["aloha"], task="no_such_task")
+    monkeypatch.setitem(demo.PLANS, "wrong", plan)
+    assert main(["demo", "wrong", "--out", str(tmp_path)]) == 1
+    error = capfd.readouterr().err
+    assert "No environment is named 'no_such_task'" in error
+    assert "The stage 'record' failed with exit code 1." in error
+
+
+def test_a_wrong_name_is_answered_with_the_right_one(capsys):
+    assert main(["demo", "alhoa"]) == 1
+    assert "Did you mean 'aloha'?" in capsys.readouterr().err
+
+
+class Spoken:
+    """A job that only notes what it is told to do."""
+
+    def __init__(self, out: Path) -> None:
+        self.out, self.stages, self.state_file = out, Stages({"demo": "tested"}), out / STATE
+        self.commands: dict[str, list[str]] = {}
+
+    def is_finished(self, stage):
+        return self.stages.get(stage) is not None
+
+    def do(self, stage, words, result, *, again=False):  # noqa: ARG002
+        self.commands[stage] = [str(word) for word in words]
+
+    @contextmanager
+    def serve(self, checkpoint):
+        self.commands["serve"] = [str(checkpoint)]
+        yield "ws://here"
+
+
+@pytest.fixture
+def spoken(tmp_path) -> Spoken:
+    job = Spoken(tmp_path)
+    (tmp_path / "checkpoints" / "tiny_aloha_sim" / "demo" / "19").mkdir(parents=True)
+    return job
+
+
+def test_an_opposite_sentence_is_an_evaluation_of_its_own(spoken):
+    plan = dataclasses.replace(
+        PLANS["aloha"],
+        trials=(Trial("asked", "0..4"), Trial("opposite", "0..2", "other:task", opposite=True)),
+        pixels=32,
+    )
+    demo._do_all(spoken, plan, seed=7)
+    assert list(spoken.commands) == [
+        *("record", "stats", "train", "serve", "eval asked", "eval opposite", "report"),
+    ]
+    asked, opposite = spoken.commands["eval asked"], spoken.commands["eval opposite"]
+    assert "--opposite" not in asked
+    assert "--opposite" in opposite
+    assert asked[0] == "aloha_transfer_cube"
+    assert opposite[0] == "other:task"
+    assert asked[asked.index("--pixels") + 1] == "32"
+    assert spoken.commands["serve"][0].endswith("demo/19")
+    report = spoken.commands["report"]
+    assert report[report.index("--eval") + 1 :][:2] == [
+        str(spoken.out / "eval" / name) for name in ("asked", "opposite")
+    ]
+
+
+def test_nothing_is_served_when_all_is_evaluated(spoken):
+    spoken.stages = spoken.stages.with_stage(Stage("eval", 1.0, "done"), 0)
+    demo._do_all(spoken, PLANS["aloha"], seed=0)
+    assert "serve" not in spoken.commands
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("quick", [False, True])
+def test_plans_fit_their_presets(name, quick, spoken):
+    """The command line of every plan means what it says, without running it."""
+    plan = PLANS[name].quick() if quick else PLANS[name]
+    folder = spoken.out / "checkpoints" / plan.preset / "demo" / "0"
+    folder.mkdir(parents=True, exist_ok=True)
+    demo._do_all(spoken, plan, seed=7)
+    config = presets.cli(spoken.commands["train"])
+    assert config.seed == 7
+    assert config.resume
+    assert config.checkpoint_dir == folder.parent
+    assert config.data.repo_id == str(spoken.out / "data")
+    assert presets.cli(spoken.commands["stats"]).assets_dirs == config.assets_dirs
+    # What is executed of a chunk is no more than there is.
+    steps = config.data_config().steps_read(config.model.action_horizon)
+    assert plan.execute_horizon <= steps
+    assert json.dumps(dataclasses.asdict(plan))
+
+
+def test_the_short_form_is_short():
+    plan = DemoPlan("t", "p", 100, (Trial("a", "0..99"),), 8, training=("--batch-size", "99"))
+    short = plan.quick()
+    assert short.episodes < 10
+    assert short.trials == (Trial("a", "0..3"),)
+    assert short.training[:2] == ("--batch-size", "99")
+
+
+@pytest.mark.slow
+def test_the_short_form_from_end_to_end(tmp_path, capfd):
+    pytest.importorskip("gym_aloha", reason="needs the extra `sim`")
+    out = tmp_path / "demo"
+    assert main(["demo", "aloha", "--quick", "--out", str(out)]) == 0
+    told = capfd.readouterr().out
+    for stage in ("record", "stats", "train", "serve", "eval", "report"):
+        assert re.search(rf"│ {stage} +│ +\d+\.\d │", told), stage
+    assert re.search(r"success: \d/4 = \d+%", told)
+    assert re.search(r"peak memory of the largest process: \d\.\d\d GB", told)
+    page = (out / "report.html").read_text()
+    parts = re.findall('<section id="([^"]*)"', page)
+    assert parts == [
+        *("success-per-seed", "videos", "training", "action-chunk", "denoising", "transforms"),
+        "timings",
+    ]
+    assert page.count("<video") == 3
+    served = read_stages(out / STATE).get("serve").result
+    with socket.socket() as one:
+        assert one.connect_ex(("127.0.0.1", int(served.rpartition(":")[2]))) != 0
+
+    (out / "report.html").unlink()
+    before = read_stages(out / STATE)
+    assert main(["demo", "aloha", "--quick", "--out", str(out), "--resume"]) == 0
+    assert "$ piston train" not in capfd.readouterr().out
+    assert (out / "report.html").read_text().count("<section") == len(parts)
+    assert read_stages(out / STATE).get("eval") == before.get("eval")
+
+
+def test_the_server_is_stopped_when_an_evaluation_fails(tmp_path, monkeypatch):
+    """Whatever goes wrong while it serves."""
+    job = begin(tmp_path, JOB, resume=False)
+    ended = []
+
+    class Process:
+        returncode = None
+
+        def poll(self):
+            return None
+
+        def terminate(self):
+            ended.append("told")
+
+        def wait(self, timeout=None):  # noqa: ARG002
+            ended.append("waited for")
+
+    monkeypatch.setattr(job, "_start", lambda *_: Process())
+    monkeypatch.setattr(demo_job, "_is_healthy", lambda _: True)
+    with pytest.raises(StageFailed), job.serve(tmp_path):
+        raise StageFailed("eval", 3)
+    assert ended == ["told", "waited for"]

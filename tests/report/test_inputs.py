@@ -1,0 +1,60 @@
+"""What the page is made from: evaluations, stages and metrics read back as they were written."""
+
+import json
+
+import numpy as np
+import pytest
+
+from piston.report.evaluations import read_evaluation
+from piston.report.run import read_run
+from piston.report.stages import Stage, Stages, read_stages
+
+from . import cases
+
+
+def test_an_evaluation_is_read_back(tmp_path):
+    written = cases.write_evaluation(tmp_path / "eval")
+    found = read_evaluation(tmp_path / "eval")
+    assert found.outcomes == written.outcomes
+    assert str(found.success) == str(written.success)
+    assert str(found.held) == str(written.held)
+    assert found.latency_ms["p50"] == pytest.approx(20)
+    assert {p: len(o) for p, o in found.by_prompt.items()} == {"wave <both> arms": 3}
+
+
+def test_videos_are_in_the_order_of_their_numbers(tmp_path):
+    cases.write_evaluation(tmp_path)
+    for name in ("success_seed10.mp4", "success_seed9.mp4"):
+        (tmp_path / "videos" / name).write_bytes(b"")
+    names = [path.stem for path in read_evaluation(tmp_path).videos]
+    assert names == ["failure_seed2", "success_seed0", "success_seed9", "success_seed10"]
+
+
+def test_stages_are_read_back_and_replaced_when_done_again(tmp_path):
+    stages = Stages({"demo": "aloha"}).with_stage(Stage("record", 1.5, "ok"), 10)
+    stages = stages.with_stage(Stage("train", 9.0, "ok"), 30).with_stage(
+        Stage("record", 2.5, "again"), 20
+    )
+    stages.write(tmp_path / "stages.json")
+    found = read_stages(tmp_path / "stages.json")
+    assert found == stages
+    assert found.get("record") == Stage("record", 2.5, "again")
+    assert found.get("serve") is None
+    assert found.peak_memory_bytes == 30
+
+
+def test_curves_and_seconds(run, tmp_path):
+    (tmp_path / "run.json").write_text((run / "run.json").read_text())
+    lines = [
+        {"step": 0, "loss": 2.0, "samples_per_second": 1.0},
+        {"step": 4, "loss": 1.0, "samples_per_second": 4.0},
+        {"step": 4, "validation/loss": 1.5},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    found = read_run(tmp_path)
+    np.testing.assert_array_equal(found.curve("loss"), [[0, 4], [2, 1]])
+    np.testing.assert_array_equal(found.curve("validation/loss"), [[4], [1.5]])
+    assert found.curve("nothing")[0].shape == (0,)
+    # One step of two samples at 1 per second, then four at 4 per second.
+    assert found.training_seconds == pytest.approx(2 + 4 * 2 / 4)
+    assert found.checkpoint is None
