@@ -313,8 +313,8 @@ def _as_text(coefficients: Int[np.ndarray, "k d"], min_token: int) -> str:
             "coefficient out of range",
             f"A FAST coefficient of action dimension {dim} is {coefficients[frequency, dim]}, "
             f"outside {min_token} … {min_token + _NUM_CHARACTERS - 1}, and was clipped. The "
-            "actions must be normalised to about [−1, 1]: check that dimension's statistics, or fit a FAST "
-            "tokenizer to these data.",
+            "actions must be normalised to about [−1, 1]: check that dimension's statistics, or "
+            "fit a FAST tokenizer to these data.",
         )
         characters = np.clip(characters, 0, _NUM_CHARACTERS - 1)
     return "".join(map(chr, characters.ravel()))
