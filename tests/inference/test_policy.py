@@ -55,7 +55,7 @@ def test_the_same_seed_or_noise_gives_the_same_actions(aloha):
 
 
 def test_noise_of_another_shape_is_refused(aloha):
-    with pytest.raises(ValueError, match=r"noise has shape \(50, 14\); expected \(50, 32\)"):
+    with pytest.raises(ValueError, match=r"of shape \(50, 14\); expected \(50, 32\)"):
         aloha.infer(make_aloha_example(), noise=np.zeros((50, 14)))
 
 
@@ -183,3 +183,47 @@ def test_eight_bits_hold_every_large_matrix(aloha):
     assert held["vision.blocks.0.attention.query.weight"] == torch.int8
     large = [n for n, p in model.named_parameters() if p.ndim == 2 and p.numel() > 20_000]
     assert [n for n in large if "embedding" not in n and "suffix" not in n] == []
+
+
+def test_real_time_chunking_in_eight_bits(checkpoint):
+    exact, rough = (piston.load_policy(checkpoint, dtype=dtype) for dtype in ("float32", "int8"))
+    example = make_aloha_example()
+    old = exact.infer(example, seed=0)["actions"]
+    a, b = (p.infer({**example, "rtc": _rtc(old)}, seed=1)["actions"] for p in (exact, rough))
+    assert (a * b).sum() / np.sqrt((a**2).sum() * (b**2).sum()) >= 0.995
+
+
+@pytest.mark.parametrize(
+    ("request_keys", "message"),
+    [
+        ({"seed": [1]}, "seed is"),
+        ({"seed": 1.5}, "seed is 1.5"),
+        ({"noise": {}}, "noise is"),
+        ({"rtc": 5}, "rtc is 5"),
+        ({"rtc": {}}, "expected delay, execute_horizon, previous_chunk"),
+        ({"rtc": _rtc(np.zeros((50, 14))) | {"delay": None}}, r"rtc\.delay"),
+        ({"rtc": _rtc(np.zeros((50, 14)), delay=31)}, "only 30 of the old chunk"),
+        ({"state": np.zeros((1, 14), np.float32)}, "of one robot"),
+    ],
+)
+def test_nonsense_in_a_request_is_named(aloha, request_keys, message):
+    with pytest.raises(ValueError, match=message):
+        aloha.infer({**make_aloha_example(), **request_keys})
+
+
+@pytest.mark.parametrize("name", [n for n in presets.names() if "debug" not in n])
+def test_every_preset_with_a_robot_can_be_wired(name):
+    assert random_policy(name).metadata is not None
+
+
+def test_a_run_s_folder_names_its_newest_checkpoint(checkpoint):
+    with pytest.raises(ValueError, match=r"is a run.*newest is .*/9"):
+        piston.load_policy(checkpoint.parent)
+
+
+@pytest.mark.parametrize("device", ["cuda", "nosuch"])
+def test_a_device_that_is_not_there_is_named(checkpoint, device):
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    with pytest.raises(ValueError, match=device):
+        piston.load_policy(checkpoint, device=device)

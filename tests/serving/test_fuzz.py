@@ -16,7 +16,7 @@ from piston.client.codec import pack, unpack
 from piston.serving.protocol import BadRequest, decode_request, message_limits
 
 LIMITS = message_limits(2**20)
-NUM_MESSAGES = 10_000
+NUM_MESSAGES = 10_500
 
 
 def mutated(message: bytes, rng: np.random.Generator) -> bytes:
@@ -71,7 +71,7 @@ def test_the_decoder_takes_or_refuses_and_nothing_else(observe, resident_bytes):
         if number == NUM_MESSAGES // 4:
             before = resident_bytes()
         num_refused += is_refused(message)
-    assert num_refused > NUM_MESSAGES * 0.8
+    assert num_refused >= 10_000
     assert resident_bytes() - before < 10 * 2**20
 
 

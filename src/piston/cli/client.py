@@ -40,12 +40,15 @@ class Ping:
     port: int | None = None
     # Whose robot's observations to send: what the server was started with.
     preset: str = "pi0_aloha"
-    # Requests to measure, after `warm_up` that are not.
+    # Requests to measure.
     count: int = 100
+    # Requests before them that are not measured.
     warm_up: int = 3
-    # Seconds to wait for a reply, and for the server to come up.
+    # Seconds to wait for a reply.
     timeout: float = 30.0
+    # Seconds to wait for the server to come up.
     connect_timeout: float = 10.0
+    # The key that the server wants, if any.
     api_key: str | None = None
     # The certificate of the authority that signed the server's, for wss://.
     ca_file: Path | None = None
@@ -95,7 +98,11 @@ def example_of(preset: TrainConfig) -> Data:
             f"The preset {preset.name!r} has no robot of which to make an observation "
             f"({preset.data.robot}). Choose one of {', '.join(usable)}."
         )
-    return EXAMPLES[preset.data.robot]()
+    example = EXAMPLES[preset.data.robot]()
+    if "images" in example and len(preset.model.cameras) == 1:
+        # A model of one camera refuses the others.
+        example["images"] = {"cam_high": example["images"]["cam_high"]}
+    return example
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -43,25 +44,47 @@ class ServeArguments:
     rtc_jacobian: Literal["full", "identity"] = "full"
     # Write what is asked and answered to this folder, as a LeRobot data set. For one robot.
     record: Path | None = None
-    # Inferences per second that the recording declares.
-    record_fps: float = 10.0
+    # Inferences per second that the recording declares (10 if not given).
+    record_fps: float | None = None
     # The server itself.
     server: Annotated[ServerConfig, tyro.conf.arg(name="")] = ServerConfig()
 
 
 def run(args: list[str]) -> int:
     arguments = tyro.cli(ServeArguments, args=args, prog="piston serve")
+    _check(arguments)
     policy = _make_policy(arguments)
     logger.info("%s on %s", policy.model.config.family, policy.device)
     with contextlib.ExitStack() as stack:
         served: Policy | RecordingPolicy = policy
         server = arguments.server
         if arguments.record is not None:
-            served = RecordingPolicy(policy, arguments.record, arguments.record_fps)
+            served = RecordingPolicy(policy, arguments.record, arguments.record_fps or 10.0)
             stack.callback(served.close)
             server = dataclasses.replace(server, max_connections=1)
-        run_server(served, server, warm_up=policy.warm_up)
+        finished = run_server(served, server, warm_up=policy.warm_up)
+    if not finished:
+        # A thread is still inside torch, which would abort an ordinary exit.
+        logging.shutdown()
+        os._exit(0)
     return 0
+
+
+def _check(arguments: ServeArguments) -> None:
+    """What would do nothing, or fail only after the model is loaded."""
+    arguments.server.tls()
+    if arguments.record is None and arguments.record_fps is not None:
+        raise ValueError("--record-fps says how a recording is made; give --record as well.")
+    if arguments.record is not None and arguments.server.max_connections not in (
+        1,
+        ServerConfig.max_connections,
+    ):
+        raise ValueError("--record is for one robot: leave out --max-connections.")
+    if arguments.random_weights and (arguments.dtype or arguments.device):
+        raise ValueError(
+            "--random-weights serves a tiny float32 model on the CPU: leave out "
+            "--dtype and --device."
+        )
 
 
 def _make_policy(arguments: ServeArguments) -> Policy:
@@ -74,7 +97,7 @@ def _make_policy(arguments: ServeArguments) -> Policy:
         if arguments.checkpoint is not None or arguments.preset is None:
             raise ValueError("--random-weights takes a --preset and no checkpoint.")
         torch.manual_seed(arguments.seed or 0)
-        return random_policy(arguments.preset, **options)
+        return random_policy(arguments.preset, default_prompt=arguments.default_prompt, **options)
     if arguments.checkpoint is None:
         raise ValueError(
             "Which checkpoint? Give the folder of a step that `piston train` wrote (`piston runs` "

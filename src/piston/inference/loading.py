@@ -48,7 +48,9 @@ def load_policy(
     configuration of their own, such as foreign or converted ones. `options` are the policy's:
     num_steps, seed, rtc_jacobian.
     """
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _usable_device(device)
+    if dtype is not None and dtype not in _HELD:
+        raise ValueError(f"dtype is {dtype!r}; expected one of {', '.join(_HELD)}.")
     if dtype == "int8" and device.type != "cpu":
         raise ValueError(f"int8 is for CPUs, the device is {device}. Use bfloat16 there.")
     folder = assets.resolve(location)
@@ -68,10 +70,20 @@ def load_policy(
     return Policy(model, pipeline, metadata=config.policy_metadata, **options)
 
 
-def random_policy(preset: str | TrainConfig, **options: Any) -> Policy:
+def random_policy(
+    preset: str | TrainConfig, *, default_prompt: str | None = None, **options: Any
+) -> Policy:
     """A tiny model with random weights and the preset's robot: to try the wiring around it."""
     config = presets.get(preset) if isinstance(preset, str) else preset
-    small: dict[str, Any] = {"vision": VISION["dummy"], "vlm": GEMMA["dummy"], "vocab_size": 4_096}
+    if default_prompt is not None:
+        data = dataclasses.replace(config.data, default_prompt=default_prompt)
+        config = dataclasses.replace(config, data=data)
+    small: dict[str, Any] = {
+        "vision": VISION["dummy"],
+        "vlm": GEMMA["dummy"],
+        "vocab_size": 4_096,
+        "image_size": 224,
+    }
     if hasattr(config.model, "action_expert"):
         small["action_expert"] = GEMMA["dummy"]
     model_config = dataclasses.replace(config.model, **small, tokenizer="bytes", dtype="float32")
@@ -87,12 +99,28 @@ def random_policy(preset: str | TrainConfig, **options: Any) -> Policy:
     return Policy(model, pipeline, metadata=config.policy_metadata, **options)
 
 
+def _usable_device(device: str | torch.device | None) -> torch.device:
+    try:
+        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise ValueError(f"There is no device {device!r}: {error}") from error
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"The device is {device!r}, but torch finds no GPU here. Use cpu.")
+    return chosen
+
+
 def _find_config(folder: Path, preset: str | TrainConfig | None) -> TrainConfig:
     """The preset that is asked for, else what the trainer wrote beside the tensors."""
     if preset is not None:
         return presets.get(preset) if isinstance(preset, str) else preset
     path = folder / "config.json"
     section = json.loads(path.read_text()).get(TRAIN_SECTION) if path.is_file() else None
+    steps = sorted(int(child.name) for child in folder.glob("[0-9]*") if child.name.isdecimal())
+    if section is None and steps and not path.is_file():
+        raise ValueError(
+            f"{folder} is a run, not one of its checkpoints. Its newest is "
+            f"{folder / str(steps[-1])}."
+        )
     if section is None:
         raise ValueError(
             f"{folder} holds a model but does not say which robot it is for. Name a preset "

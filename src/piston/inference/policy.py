@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -39,13 +39,17 @@ class Policy:
         seed: int | None = None,
         rtc_jacobian: Jacobian = "full",
     ) -> None:
-        if num_steps < 1:
-            raise ValueError(f"num_steps must be at least 1, is {num_steps}.")
+        if not isinstance(num_steps, int) or num_steps < 1:
+            raise ValueError(f"num_steps must be a whole number of at least 1, is {num_steps!r}.")
+        if rtc_jacobian not in get_args(Jacobian):
+            raise ValueError(f"rtc_jacobian is {rtc_jacobian!r}; it is {get_args(Jacobian)}.")
         self.model = model.eval()
         self.metadata = dict(metadata or {})
         self.num_steps = num_steps
         self._jacobian: Jacobian = rtc_jacobian
         self._stride = data.action_stride
+        # Of a chunk, in the robot's steps.
+        self._horizon = data.steps_read(model.config.action_horizon)
         self._to_model = compose(data.input_transforms(repack=False))
         self._to_robot = compose(data.output_transforms())
         self._random = np.random.default_rng(seed)
@@ -108,9 +112,11 @@ class Policy:
     def _prepare(self, observation: Mapping[str, Any]) -> Data:
         """What the model sees of one observation, with the noise it starts from."""
         data = {key: value for key, value in observation.items() if key not in _REQUEST_KEYS}
-        rtc = observation.get("rtc")
+        if np.ndim(data.get("state", ())) > 1:
+            raise ValueError("An observation is of one robot; its state has a batch axis.")
+        rtc = None if observation.get("rtc") is None else self._checked_rtc(observation["rtc"])
         if rtc is not None:
-            data["actions"] = self._committed(rtc)
+            data["actions"] = self._committed(rtc["previous_chunk"])
         seen = self._to_model(data)
         previous = seen.pop("actions", None)
         if rtc is not None:
@@ -119,35 +125,51 @@ class Policy:
             seen["noise"] = self._noise(observation)
         return seen
 
-    def _committed(self, rtc: Mapping[str, Any]) -> np.ndarray:
+    def _checked_rtc(self, rtc: Any) -> dict[str, Any]:
+        """A request for real-time chunking: the old chunk from now on, and two numbers of steps."""
+        if isinstance(self.model, Pi0FAST):
+            raise ValueError("Real-time chunking needs a flow model; this one is π0-FAST.")
+        expected = {"previous_chunk", *_RTC_STEPS}
+        if not isinstance(rtc, Mapping) or not expected <= rtc.keys():
+            raise ValueError(f"rtc is {_kind(rtc)}; expected {', '.join(sorted(expected))}.")
+        steps = {key: _whole_number(rtc[key], f"rtc.{key}") for key in _RTC_STEPS}
+        previous = np.asarray(rtc["previous_chunk"])
+        if previous.ndim != 2 or not 1 <= len(previous) <= self._horizon:
+            raise ValueError(
+                f"rtc.previous_chunk has shape {previous.shape}; expected (steps, action dim) with "
+                f"1 to {self._horizon} steps."
+            )
+        if steps["delay"] > len(previous):
+            raise ValueError(
+                f"rtc.delay is {steps['delay']} steps, but only {len(previous)} of the old chunk "
+                "are left to be committed to."
+            )
+        guidance_weights(self._horizon, **steps)  # refuses numbers that do not fit
+        return {"previous_chunk": previous, **steps}
+
+    def _committed(self, previous: np.ndarray) -> np.ndarray:
         """The old chunk from now on, in the robot's space, repeated at its end to a full chunk.
 
         As actions of this observation it passes through the same transforms as recorded ones, so
         that delta actions become relative to the new state.
         """
-        if isinstance(self.model, Pi0FAST):
-            raise ValueError("Real-time chunking needs a flow model; this one is π0-FAST.")
-        horizon = self._stride * (self.model.config.action_horizon - 1) + 1
-        previous = np.asarray(rtc["previous_chunk"])
-        if previous.ndim != 2 or not 1 <= len(previous) <= horizon:
-            raise ValueError(
-                f"rtc.previous_chunk has shape {previous.shape}; expected (steps, action dim) with "
-                f"1 to {horizon} steps."
-            )
-        missing = horizon - len(previous)
+        missing = self._horizon - len(previous)
         return np.concatenate([previous, np.repeat(previous[-1:], missing, axis=0)])
 
     def _noise(self, observation: Mapping[str, Any]) -> np.ndarray:
         shape = (self.model.config.action_horizon, self.model.config.action_dim)
         if observation.get("noise") is not None:
-            noise = np.asarray(observation["noise"], np.float32)
-            if noise.shape != shape or not np.isfinite(noise).all():
+            noise = np.asarray(observation["noise"])
+            numbers = np.issubdtype(noise.dtype, np.number)
+            if not numbers or noise.shape != shape or not np.isfinite(noise).all():
                 raise ValueError(
-                    f"noise has shape {noise.shape}; expected {shape}, all of it finite."
+                    f"noise is {noise.dtype} of shape {noise.shape}; expected {shape}, all finite."
                 )
-            return noise
+            return noise.astype(np.float32)
         seed = observation.get("seed")
-        random = self._random if seed is None else np.random.default_rng(int(seed))
+        random = self._random
+        if seed is not None:
+            random = np.random.default_rng(_whole_number(seed, "seed"))
         return random.standard_normal(shape, np.float32)
 
     def _run(self, prepared: Sequence[Data], guided: bool) -> list[dict[str, Any]]:
@@ -188,6 +210,17 @@ class Policy:
     def _wait_for_device(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def _kind(value: Any) -> str:
+    return f"a dictionary of {sorted(value)}" if isinstance(value, Mapping) else repr(value)[:40]
+
+
+def _whole_number(value: Any, name: str) -> int:
+    number = np.asarray(value)
+    if number.ndim or not np.issubdtype(number.dtype, np.integer) or number < 0:
+        raise ValueError(f"{name} is {repr(value)[:40]}; expected a whole number, 0 or more.")
+    return int(number)
 
 
 def _stack(samples: Sequence[Data]) -> Data:

@@ -7,6 +7,8 @@ small maps of the suffix stay as they are.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Float, Int8
 from torch import Tensor, nn
@@ -31,6 +33,10 @@ class Int8Linear(nn.Module):
         self.bias = linear.bias
 
     def forward(self, x: Float[Tensor, "*b i"]) -> Float[Tensor, "*b o"]:
+        result: Float[Tensor, "*b o"] = _Product.apply(x, self)
+        return result
+
+    def product(self, x: Float[Tensor, "*b i"]) -> Float[Tensor, "*b o"]:
         rows = x.reshape(-1, x.shape[-1])
         whole, scale = _quantize(rows.float())
         product = torch._int_mm(whole, self.weight.t()).float()
@@ -38,6 +44,24 @@ class Int8Linear(nn.Module):
         if self.bias is not None:
             result += self.bias
         return result.to(x.dtype).view(*x.shape[:-1], -1)
+
+
+class _Product(torch.autograd.Function):
+    """Rounding has no slope: backwards the map counts as the linear one that it stands for.
+
+    Real-time chunking differentiates through the network.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: Int8Linear) -> Tensor:
+        ctx.layer = layer
+        return layer.product(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        weight = ctx.layer.weight.to(gradient.dtype) * ctx.layer.scale[:, None].to(gradient.dtype)
+        return gradient @ weight, None
 
 
 def quantize_for_inference(model: nn.Module) -> None:

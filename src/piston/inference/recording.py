@@ -38,6 +38,7 @@ class RecordingPolicy:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._policy, self._folder, self._fps, self._clock = policy, Path(folder), fps, clock
+        self._folder.mkdir(parents=True, exist_ok=True)  # fails now rather than in an hour
         self._recorder: Recorder | None = None
         self._prompt: str | None = None
         self._last = 0.0
@@ -46,13 +47,14 @@ class RecordingPolicy:
     def metadata(self) -> dict[str, Any]:
         return self._policy.metadata
 
-    def warm_up(self) -> float:
-        return self._policy.warm_up()
-
     def infer_batch(self, observations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         results = self._policy.infer_batch(observations)
         for observation, result in zip(observations, results, strict=True):
-            self._add(observation, np.asarray(result["actions"], np.float32))
+            try:
+                self._add(observation, np.asarray(result["actions"], np.float32))
+            except (ValueError, OSError) as error:
+                # The robot gets its actions all the same.
+                logger.error("Not recorded: %s", error)
         return results
 
     def close(self) -> None:

@@ -18,7 +18,9 @@ _STEM = VisionSize(width=128, depth=0, mlp_dim=128, num_heads=4, patch=16, stem=
 _ALOHA = Pi0Config(
     action_dim=14,
     action_horizon=16,
-    max_token_len=24,
+    max_token_len=48,
+    # On CPUs without matrix units for bfloat16, float32 is faster at this size.
+    dtype="float32",
     vision=_STEM,
     vlm=_VLM,
     action_expert=_EXPERT,
@@ -47,12 +49,12 @@ PRESETS = (
         noise_draws=8,
         num_workers=0,
         cache_frames=True,
-        num_train_steps=2_500,
+        num_train_steps=1_500,
         log_interval=100,
         save_interval=1_000_000,
         keep_period=None,
         lr_schedule=CosineDecaySchedule(
-            warmup_steps=50, peak_lr=2e-3, decay_steps=2_500, decay_lr=2e-5
+            warmup_steps=50, peak_lr=2e-3, decay_steps=1_500, decay_lr=2e-5
         ),
         optimizer=AdamW(weight_decay=1e-4),
         ema_decay=0.99,

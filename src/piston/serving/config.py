@@ -19,6 +19,7 @@ class ServerConfig:
     api_key: str | None = dataclasses.field(default=None, repr=False)
     # Both, or neither; with them clients connect to wss://.
     tls_certificate: Path | None = None
+    # The certificate's private key.
     tls_key: Path | None = None
     # Requests that share one inference. 1 switches batching off.
     max_batch: int = 8
@@ -26,6 +27,7 @@ class ServerConfig:
     max_wait_ms: float = 5.0
     # Requests that may wait for the policy; further ones are told "busy" at once.
     max_queue: int = 32
+    # Robots that may be connected at the same time.
     max_connections: int = 64
     # Larger messages are refused, and never held in memory.
     max_message_bytes: int = 32 * 2**20

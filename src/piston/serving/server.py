@@ -46,8 +46,10 @@ _FRAMES_AHEAD = 2
 
 def run_server(
     policy: Policy, config: ServerConfig | None = None, *, warm_up: WarmUp | None = None
-) -> None:
-    """Serve until SIGTERM or SIGINT, then finish what is in flight and return.
+) -> bool:
+    """Serve until SIGTERM or SIGINT, then finish what is in flight.
+
+    Whether all of it was finished: if not, the policy is still at work in its thread.
 
     `warm_up` runs first, in the thread that will infer; nobody is answered until it is done.
     """
@@ -61,6 +63,7 @@ def run_server(
 
     server = Server(policy, config or ServerConfig(), warm_up=prepare)
     asyncio.run(_run_until_signal(server))
+    return server.finished
 
 
 async def _run_until_signal(server: Server) -> None:
@@ -115,6 +118,7 @@ class Server:
     ) -> None:
         # The number listened on, once `ready` is set: clients are answered from then on.
         self.port = config.port
+        self.finished = True
         self.ready = threading.Event()
         self._config = config
         self._warm_up = warm_up
@@ -164,7 +168,8 @@ class Server:
             # From here on there is nothing to wait for, and sessions that wait must end.
             self._warm.set()
             await self._finish_sessions()
-            if not self._batcher.stop(timeout=_CLOSE_TIMEOUT):
+            self.finished = self._batcher.stop(timeout=_CLOSE_TIMEOUT)
+            if not self.finished:
                 logger.warning("The policy is still at work; its result is lost.")
 
     async def _listen(self) -> websockets.asyncio.server.Server:
