@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from piston.models import precision
 from piston.models.autoregressive import choose
+from piston.models.precision import cast_for_inference
 
 from . import plain, tiny
 
@@ -107,6 +109,35 @@ def test_temperature_is_reproducible():
         for seed in (0, 0, 1)
     ]
     assert draws[0] == draws[1] != draws[2]
+
+
+@pytest.mark.parametrize("held", [torch.float32, torch.bfloat16])
+def test_bfloat16_logits_are_not_rounded_to_bfloat16(held, monkeypatch):
+    model = tiny.fast(dtype="bfloat16")
+    cast_for_inference(model, held)
+    monkeypatch.setattr(precision, "_MAX_CONVERTED_NUMBERS", 7 * 20)  # several pieces, one uneven
+    output = torch.randn(3, model.config.vlm.width).bfloat16()
+    found = model.logits(output)
+    assert found.dtype == torch.float32
+    exact = output.double() @ model.vlm.embedding.weight.double().T
+    assert_close(found.double(), exact, atol=1e-6, rtol=1e-5)  # bfloat16 would be off by 2⁻⁹
+
+
+def test_bfloat16_stays_close_and_decodes():
+    model, exact = tiny.fast(dtype="bfloat16"), tiny.fast()
+    exact.load_state_dict(model.state_dict())
+    observation = observe(model, *LAYOUTS["lengths differ"])
+    loss = model.loss(observation)
+    assert loss.dtype == torch.float32
+    assert_close(loss, exact.loss(observation), atol=0.05, rtol=0.05)
+    loss.sum().backward()
+    assert all(p.grad is None or p.grad.dtype == torch.float32 for p in model.parameters())
+    cast_for_inference(model, torch.bfloat16)
+    assert model.vlm.embedding.weight.dtype == torch.bfloat16
+    tokens = model.generate_tokens(observation, max_steps=4)
+    assert tokens.shape[0] == 3
+    with torch.no_grad():
+        assert_close(model.loss(observation), exact.loss(observation), atol=0.05, rtol=0.05)
 
 
 def test_loss_says_what_it_lacks():

@@ -34,5 +34,5 @@ def test_sizes_with_a_stem_are_read_back():
     assert parse_vision_size(size_name(size)) == size
     with pytest.raises(ValueError, match="power of two"):
         VisionSize(width=24, depth=0, mlp_dim=16, num_heads=2, patch=14, stem=4)
-    with pytest.raises(ValueError, match="depth must be at least 1"):
+    with pytest.raises(ValueError, match="depth must be a whole number of at least 1"):
         VisionSize(width=24, depth=0, mlp_dim=16, num_heads=2, patch=14)

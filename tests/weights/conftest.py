@@ -10,6 +10,7 @@ import torch
 
 from piston.models.configs import ModelConfig, Pi0Config, Pi0FASTConfig
 from piston.models.variants import GemmaSize, LoRA, VisionSize
+from piston.verification.models import model_config
 from piston.weights import build_model
 
 _SIZES: dict[str, Any] = {
@@ -59,25 +60,6 @@ def reference_config(reference: Path) -> Callable[[str], ModelConfig]:
 
     def read(name: str) -> ModelConfig:
         facts = json.loads((reference / "models" / name / "config.json").read_text())
-        lora = facts.get("lora") or {}
-
-        def gemma(part: str) -> GemmaSize:
-            adapters = LoRA(**lora[part]) if part in lora else None
-            return GemmaSize(**facts[part], lora=adapters)
-
-        same = {
-            key: facts[key]
-            for key in ("action_dim", "action_horizon", "max_token_len", "vocab_size", "image_size")
-        }
-        common: dict[str, Any] = {
-            **same,
-            "dtype": "float32",
-            "cameras": tuple(facts["image_keys"]),
-            "vision": VisionSize(**facts["vision"]),
-            "vlm": gemma("vlm"),
-        }
-        if facts["model"] == "pi0_fast":
-            return Pi0FASTConfig(**common, max_decoding_steps=facts["max_decoding_steps"])
-        return Pi0Config(**common, action_expert=gemma("expert"), pi05=facts["model"] == "pi05")
+        return model_config(facts)
 
     return read

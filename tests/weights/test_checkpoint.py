@@ -1,6 +1,5 @@
 """Opening, loading and the errors on the way: all of a model or none of it."""
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -9,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from piston.models.configs import Pi0Config, Pi0FASTConfig
+from piston.models.configs import Pi0Config
 from piston.weights import (
     CheckpointError,
     MismatchError,
@@ -20,34 +19,8 @@ from piston.weights import (
     open_checkpoint,
     save_model,
 )
-from piston.weights.pytorch_names import EMBEDDING, OUTPUT_HEAD, TABLE
 
 FAMILIES = ["pi0", "pi05", "pi0_lora", "pi0_fast"]
-
-
-def pytorch_state(state, prefix=""):
-    """Our tensors under openpi's PyTorch names."""
-    theirs = {}
-    for name, tensor in state.items():
-        parts = name.split(".")
-        numbers = [i for i, part in enumerate(parts) if part.isdigit()]
-        template = ".".join("*" if i in numbers else part for i, part in enumerate(parts))
-        (foreign,) = [their for their, our in TABLE.items() if our == template]
-        theirs[prefix + foreign.replace("*", parts[numbers[0]] if numbers else "")] = tensor
-    return theirs
-
-
-def write_sharded(folder, state, count=3):
-    folder.mkdir(exist_ok=True)
-    names = sorted(state)
-    weight_map = {}
-    for shard in range(count):
-        file = f"model-{shard + 1:05d}-of-{count:05d}.safetensors"
-        part = {name: state[name] for name in names[shard::count]}
-        safetensors.torch.save_file(part, folder / file)
-        weight_map |= dict.fromkeys(part, file)
-    index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def assert_same_state(model, state):
@@ -76,7 +49,7 @@ def test_what_is_saved_is_loaded(tmp_path, tiny, tiny_state, family):
 
 def test_stored_dtypes_are_kept_and_asked_ones_are_given(tmp_path, tiny, tiny_state):
     mixed = {
-        name: tensor.bfloat16() if "layers" in name else tensor
+        name: tensor.bfloat16() if "layers" in name and "norm.scale" not in name else tensor
         for name, tensor in tiny_state("pi05").items()
     }
     save_model(mixed, tiny["pi05"], tmp_path / "model")
@@ -117,46 +90,6 @@ def test_a_model_with_memory_is_filled_in_place_in_its_own_dtype(tmp_path, tiny,
     load_into(model, open_checkpoint(tmp_path / "model"))
     assert all(a is b for a, b in zip(parameters, model.parameters()))
     assert_same_state(model, {name: tensor.double() for name, tensor in state.items()})
-
-
-@pytest.mark.parametrize("family", ["pi0", "pi05", "pi0_fast"])
-@pytest.mark.parametrize("prefix", ["", "model."])
-@pytest.mark.parametrize("shards", [None, 1, 3])
-def test_pytorch_files_single_and_sharded(tmp_path, tiny, tiny_state, family, prefix, shards):
-    state = tiny_state(family)
-    theirs = pytorch_state(state, prefix)
-    theirs[f"{prefix}paligemma_with_expert.gemma_expert.lm_head.weight"] = torch.zeros(2, 2)
-    if shards is None:
-        safetensors.torch.save_file(theirs, tmp_path / "model.safetensors")
-    else:
-        write_sharded(tmp_path, theirs, shards)
-    checkpoint = open_checkpoint(tmp_path, tiny[family])
-    assert checkpoint.format == ("lerobot" if prefix else "openpi-pytorch")
-    assert len(checkpoint.dropped) == 1
-    assert_same_state(load_model(tmp_path, tiny[family]), state)
-
-
-def test_the_tied_embedding_is_one_tensor(tmp_path, tiny, tiny_state):
-    state = tiny_state("pi0_fast")
-    theirs = pytorch_state(state)
-    theirs[OUTPUT_HEAD] = theirs[EMBEDDING].clone()
-    safetensors.torch.save_file(theirs, tmp_path / "model.safetensors")
-    checkpoint = open_checkpoint(tmp_path, tiny["pi0_fast"])
-    assert OUTPUT_HEAD in checkpoint.dropped
-    model = load_model(tmp_path, tiny["pi0_fast"])
-    assert_same_state(model, state)
-    size = state["vlm.embedding.weight"].numel()
-    assert sum(p.numel() == size for p in model.parameters()) == 1
-
-    theirs[OUTPUT_HEAD][-1, -1] += 1  # trained apart: another model than ours
-    safetensors.torch.save_file(theirs, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="differs from the embedding table"):
-        load_model(tmp_path, tiny["pi0_fast"])
-
-    del theirs[EMBEDDING]
-    safetensors.torch.save_file(theirs, tmp_path / "model.safetensors")
-    loaded = load_model(tmp_path, tiny["pi0_fast"]).state_dict()["vlm.embedding.weight"]
-    assert torch.equal(loaded, theirs[OUTPUT_HEAD])
 
 
 def test_one_error_lists_everything_and_nothing_is_touched(tmp_path, tiny, tiny_state):
@@ -252,6 +185,13 @@ def test_adapters_may_be_new(tmp_path, tiny, tiny_state, on_meta):
         load_model(tmp_path, config, may_be_new=("vlm.*.lora_?",))
 
 
+@pytest.mark.parametrize("patterns", [("*.lroa_?",), ("*.lora_?", "vml.*")])
+def test_a_pattern_that_matches_no_tensor_is_refused(tmp_path, tiny, tiny_state, patterns):
+    save_model(tiny_state("pi0"), tiny["pi0"], tmp_path)
+    with pytest.raises(ValueError, match=r"matches no parameter.*vision\."):
+        load_model(tmp_path, tiny["pi0_lora"], may_be_new=patterns)
+
+
 def test_every_parameter_can_start_fresh_on_meta(tmp_path, tiny, tiny_state):
     """A model filled from nothing looks like one that was constructed in memory."""
     state = tiny_state("pi05")
@@ -266,12 +206,6 @@ def test_every_parameter_can_start_fresh_on_meta(tmp_path, tiny, tiny_state):
         spread, usual = fresh[name].std(), constructed[name].std()
         assert bool(spread == 0) == bool(usual == 0), name
         assert 0.5 * usual <= spread <= 2 * usual or fresh[name].numel() < 50, name
-
-
-def test_formats_are_told_apart_by_content_not_by_name(tmp_path, tiny, tiny_state):
-    safetensors.torch.save_file(pytorch_state(tiny_state("pi0")), tmp_path / "piston.safetensors")
-    found = open_checkpoint(tmp_path / "piston.safetensors", tiny["pi0"])
-    assert found.format == "openpi-pytorch"
 
 
 @pytest.mark.parametrize(
@@ -328,119 +262,3 @@ def test_our_tensors_without_our_config(tmp_path, tiny, tiny_state):
         config.write_text(text)
         with pytest.raises(CheckpointError, match=message):
             open_checkpoint(tmp_path)
-
-
-class TestShards:
-    @pytest.fixture
-    def folder(self, tmp_path, tiny_state):
-        write_sharded(tmp_path, pytorch_state(tiny_state("pi0")))
-        return tmp_path
-
-    def change_index(self, folder, change):
-        path = folder / "model.safetensors.index.json"
-        index = json.loads(path.read_text())
-        change(index)
-        path.write_text(json.dumps(index))
-
-    def test_a_missing_file_is_named(self, folder, tiny):
-        (folder / "model-00002-of-00003.safetensors").unlink()
-        with pytest.raises(CheckpointError, match="1 missing:\\s+model-00002-of-00003.safetensors"):
-            open_checkpoint(folder, tiny["pi0"])
-
-    def test_a_short_file_is_named(self, folder, tiny):
-        path = folder / "model-00003-of-00003.safetensors"
-        path.write_bytes(path.read_bytes()[:-1])
-        with pytest.raises(
-            CheckpointError, match="model-00003-of-00003.safetensors is not a whole"
-        ):
-            open_checkpoint(folder, tiny["pi0"])
-
-    def test_an_absent_tensor_is_named(self, folder, tiny):
-        file = "model-00001-of-00003.safetensors"
-        self.change_index(folder, lambda index: index["weight_map"].update(ghost=file))
-        with pytest.raises(CheckpointError, match=f"1 in the index only:\\s+ghost in {file}"):
-            open_checkpoint(folder, tiny["pi0"])
-
-    def test_a_tensor_that_the_index_lacks_is_named(self, folder, tiny):
-        self.change_index(folder, lambda index: index["weight_map"].pop("state_proj.bias"))
-        with pytest.raises(CheckpointError, match="1 in the files only:\\s+state_proj.bias"):
-            open_checkpoint(folder, tiny["pi0"])
-
-    def test_a_file_elsewhere_is_refused(self, folder, tiny):
-        self.change_index(folder, lambda i: i["weight_map"].update({"a": "../other.safetensors"}))
-        with pytest.raises(CheckpointError, match="files beside it"):
-            open_checkpoint(folder, tiny["pi0"])
-
-    def test_an_index_of_another_kind_is_refused(self, folder, tiny):
-        self.change_index(folder, lambda index: index.pop("weight_map"))
-        with pytest.raises(CheckpointError, match="no weight_map"):
-            open_checkpoint(folder, tiny["pi0"])
-
-
-class TestDeclared:
-    """What config.json beside foreign tensors adds to what shapes show."""
-
-    @pytest.fixture
-    def folder(self, tmp_path, reference):
-        shutil.copy(reference / "models" / "pi0" / "model.safetensors", tmp_path)
-        return tmp_path
-
-    def test_unknown_sizes_need_a_configuration(self, folder):
-        with pytest.raises(CheckpointError, match="Give the model's configuration"):
-            open_checkpoint(folder)
-
-    @pytest.mark.parametrize(
-        ("facts", "expected"),
-        [
-            (
-                {
-                    "action_dim": 32,
-                    "action_horizon": 10,
-                    "paligemma_variant": "gemma_2b",
-                    "action_expert_variant": "gemma_300m",
-                    "precision": "float32",
-                },
-                {"action_horizon": 10, "dtype": "float32", "max_token_len": None},
-            ),
-            (
-                {
-                    "type": "pi0",
-                    "chunk_size": 20,
-                    "max_action_dim": 32,
-                    "tokenizer_max_length": 64,
-                    "dtype": "bfloat16",
-                    "input_features": {
-                        "observation.images.top": {"type": "VISUAL", "shape": [3, 224, 224]},
-                        "observation.state": {"type": "STATE", "shape": [14]},
-                        "observation.images.empty_camera_0": {"type": "VISUAL"},
-                    },
-                },
-                {
-                    "action_horizon": 20,
-                    "dtype": "bfloat16",
-                    "max_token_len": 64,
-                    "cameras": ("top", "empty_camera_0"),
-                },
-            ),
-            ({"model": "something else"}, {"action_horizon": 50}),
-        ],
-    )
-    def test_settings_that_leave_no_trace_in_tensors(self, tmp_path, facts, expected):
-        from piston.weights.declared import read_declared
-        from piston.weights.sizes import infer_config
-
-        (tmp_path / "config.json").write_text(json.dumps(facts))
-        shapes = {n: tuple(t.shape) for n, t in build_on_meta(Pi0Config()).state_dict().items()}
-        config = infer_config(shapes, None, read_declared(tmp_path))
-        assert dataclasses.replace(config, **expected) == config
-        assert config.vlm == Pi0Config().vlm
-
-    def test_prompts_of_lerobots_fast_are_counted_differently(self, tmp_path):
-        from piston.weights.declared import read_declared
-        from piston.weights.sizes import infer_config
-
-        facts = {"type": "pi0_fast", "tokenizer_max_length": 200, "chunk_size": 8}
-        (tmp_path / "config.json").write_text(json.dumps(facts))
-        shapes = {n: tuple(t.shape) for n, t in build_on_meta(Pi0FASTConfig()).state_dict().items()}
-        config = infer_config(shapes, None, read_declared(tmp_path))
-        assert config == Pi0FASTConfig(action_horizon=8)

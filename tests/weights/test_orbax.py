@@ -127,7 +127,68 @@ def test_bfloat16_arrays_stay_bfloat16(reference, tmp_path):
         assert found.entry(name).dtype == torch.bfloat16
         assert torch.equal(found.tensor(name), expected.tensor(name).bfloat16()), name
     model = load_model(tmp_path)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model.vlm.layers[0].mlp.up.weight.dtype == torch.bfloat16
+    for name in ("vision.norm.weight", "vlm.norm.scale", "suffix.action_in.weight"):
+        assert model.state_dict()[name].dtype == torch.float32  # as every model holds them
+        assert torch.equal(model.state_dict()[name], found.tensor(name).float())
+
+
+def with_own_keys(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The same model with a key head per head."""
+    changed = {name: array for name, array in arrays.items() if "kv_einsum" not in name}
+    for name, array in arrays.items():
+        if "kv_einsum" in name:
+            heads = arrays[name.replace("kv_einsum", "q_einsum")].shape[1]
+            changed[name] = np.repeat(array, heads, axis=2)
+    return changed
+
+
+def join_projections(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Queries beside keys and values in one array, as the trainer stores such models."""
+    joined = {name: array for name, array in arrays.items() if "kv_einsum" not in name}
+    for name, array in arrays.items():
+        if "kv_einsum" in name:
+            query = joined.pop(name.replace("kv_einsum", "q_einsum"))
+            both = np.concatenate([query[:, None], array], axis=1)
+            joined[name.replace("kv_einsum", "qkv_einsum")] = both
+    return joined
+
+
+@pytest.mark.parametrize("name", ["pi0", "pi0_lora"])
+def test_joined_projections_of_models_with_a_key_head_per_head(reference, tmp_path, name):
+    split = with_own_keys(arrays_of(reference / "models" / name / "params"))
+    joined = join_projections(split)
+    assert any("qkv_einsum" in path for path in joined)
+    write_arrays(tmp_path / "split", split)
+    write_arrays(tmp_path / "joined", joined)
+    expected, found = open_checkpoint(tmp_path / "split"), open_checkpoint(tmp_path / "joined")
+    assert found.config == expected.config
+    assert found.config.vlm.num_kv_heads == found.config.vlm.num_heads
+    assert set(found.names()) == set(expected.names())
+    for tensor in found.names():
+        assert torch.equal(found.tensor(tensor), expected.tensor(tensor)), tensor
+    write_arrays(tmp_path / "joined", {n: a for n, a in split.items() if "kv_einsum" in n})
+    with pytest.raises(CheckpointError, match=r"holds vlm\.layers\.0\.attention.* twice"):
+        open_checkpoint(tmp_path / "joined")
+
+
+def test_unknown_names_are_told_where_sizes_cannot_be(reference, tmp_path):
+    arrays = arrays_of(reference / "models" / "pi0" / "params")
+    renamed = {name.replace("q_einsum", "queries"): array for name, array in arrays.items()}
+    write_arrays(tmp_path / "params", renamed)
+    with pytest.raises(CheckpointError, match=r"(?s)2 unexpected:.*layers/attn/queries/w \(3, 8"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "[]", '{"shape": [2, "x"], "dtype": "<f4"}', '{"shape": [2], "dtype": 3}']
+)
+def test_a_damaged_description_of_an_array_is_an_error(tmp_path, text):
+    name = "params.PaliGemma.llm.final_norm.scale"
+    write_arrays(tmp_path / "params", {name: np.zeros(4, np.float32)}, ocdbt=False)
+    (tmp_path / "params" / name / ".zarray").write_text(text)
+    with pytest.raises(CheckpointError, match=f"description of array {name} is malformed"):
+        open_checkpoint(tmp_path)
 
 
 def test_large_tables_are_read_in_blocks(reference, monkeypatch):

@@ -6,27 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from piston.observation import Observation
+from piston.verification.models import observation_of
 from piston.weights import convert, load_model
 
 
 def read_case(folder) -> dict[str, Any]:
     with np.load(folder / "case.npz") as arrays:
         return {name: torch.from_numpy(arrays[name]) for name in arrays}
-
-
-def observe(case: dict[str, Any]) -> Observation:
-    batch: dict[str, Any] = {"image": {}, "image_mask": {}}
-    for name, value in case.items():
-        place, _, rest = name.partition("/")
-        if place != "in":
-            continue
-        kind, _, camera = rest.partition("/")
-        if camera:
-            batch[kind][camera] = value
-        else:
-            batch[kind] = value
-    return Observation.from_dict(batch)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +36,7 @@ def test_velocity(reference, reference_config, tmp_path, name, file):
                 case["in/noise"] * case["in/time"][:, None, None]
                 + case["in/actions"] * (1 - case["in/time"][:, None, None]),
                 case["in/time"],
-                model.prefill(observe(case)),
+                model.prefill(observation_of(case)),
             )
         assert (found - case["out/velocity"]).abs().max() < 1e-4
 
@@ -60,5 +46,5 @@ def test_fast_loss(reference, reference_config):
     case = read_case(folder)
     model = load_model(folder / "params", reference_config("pi0_fast"))
     with torch.no_grad():
-        loss = model.loss(observe(case))
+        loss = model.loss(observation_of(case))
     torch.testing.assert_close(loss, case["out/loss"], rtol=1e-4, atol=1e-5)

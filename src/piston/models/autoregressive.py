@@ -9,30 +9,28 @@ Dims: b batch, l prompt length, s packed tokens, m predicted words, d width, v v
 
 from __future__ import annotations
 
+import math
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from piston.models import joint, masks
 from piston.models.configs import Pi0FASTConfig
-from piston.models.gemma import Expert, Memory, Rope
-from piston.models.precision import torch_dtype
-from piston.models.prefix import Packing, Prefix, embed_prefix
-from piston.models.siglip import VisionTower
+from piston.models.gemma import Memory, Rope
+from piston.models.precision import linear_in_float32
+from piston.models.prefix import Packing, Prefix, PrefixReader
 from piston.observation import Observation
 
 _PADDING_ID = 0
 _END_ID = 1
 
 
-class Pi0FAST(nn.Module):
+class Pi0FAST(PrefixReader):
+    config: Pi0FASTConfig
+
     def __init__(self, config: Pi0FASTConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.compute_dtype = torch_dtype(config.dtype)
-        self.gradient_checkpointing = False
-        self.vision = VisionTower(config.vision, config.image_size, config.vlm.width)
-        self.vlm = Expert(config.vlm, vocab_size=config.vocab_size)
+        super().__init__(config)
 
     def loss(self, observation: Observation) -> Float[Tensor, " b"]:
         """Cross-entropy of the next token, averaged over each sample's `token_loss_mask`."""
@@ -68,10 +66,10 @@ class Pi0FAST(nn.Module):
         Temperature 0 takes the likeliest token.
         """
         max_steps = self.config.max_decoding_steps if max_steps is None else max_steps
-        if max_steps < 1 or temperature < 0:
+        if max_steps < 1 or not 0 <= temperature < math.inf:
             raise ValueError(
-                f"max_steps must be at least 1 and temperature at least 0, found {max_steps} and "
-                f"{temperature}."
+                f"max_steps must be at least 1 and temperature a number of at least 0, found "
+                f"{max_steps} and {temperature}."
             )
         prefix = self.embed_prefix(observation)
         packing = prefix.packing
@@ -99,19 +97,9 @@ class Pi0FAST(nn.Module):
             output, memories = joint.read(self.vlm, words, memories, rope, mask)
             output = output[:, 0]
 
-    def embed_prefix(self, observation: Observation) -> Prefix:
-        return embed_prefix(
-            observation,
-            self.config.cameras,
-            self.vision,
-            self.vlm,
-            self.compute_dtype,
-            self.gradient_checkpointing,
-        )
-
     def logits(self, output: Float[Tensor, "m d"]) -> Float[Tensor, "m v"]:
-        """The embedding table is the output head too."""
-        return nn.functional.linear(output, self.vlm.embedding.weight.to(output.dtype)).float()
+        """The embedding table is the output head too. Rounded to bfloat16, many words would tie."""
+        return linear_in_float32(output, self.vlm.embedding.weight)
 
     def _read(
         self,

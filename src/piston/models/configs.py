@@ -172,6 +172,13 @@ class Pi0FASTConfig(ModelConfig):
     # Decoding stops here if no end token came.
     max_decoding_steps: int = 256
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_decoding_steps < 1:
+            raise ValueError(
+                f"model.max_decoding_steps must be at least 1, is {self.max_decoding_steps}."
+            )
+
     @property
     def family(self) -> str:
         return "π0-FAST"

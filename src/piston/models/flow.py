@@ -18,14 +18,12 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from piston.models import joint, masks
 from piston.models.configs import Pi0Config
 from piston.models.gemma import Expert, Memory, Modulation, Rope
-from piston.models.precision import torch_dtype
-from piston.models.prefix import Prefix, embed_prefix
-from piston.models.siglip import VisionTower
+from piston.models.prefix import Prefix, PrefixReader
 from piston.models.suffix import AdaptiveSuffix, TokenSuffix
 from piston.observation import Actions, Observation
 
@@ -67,16 +65,13 @@ class Condition:
         return Condition(self.vector[row : row + 1], parts)
 
 
-class Pi0(nn.Module):
+class Pi0(PrefixReader):
     """A flow model; `config.pi05` chooses the suffix and the action expert's norms, here only."""
 
+    config: Pi0Config
+
     def __init__(self, config: Pi0Config) -> None:
-        super().__init__()
-        self.config = config
-        self.compute_dtype = torch_dtype(config.dtype)
-        self.gradient_checkpointing = False
-        self.vision = VisionTower(config.vision, config.image_size, config.vlm.width)
-        self.vlm = Expert(config.vlm, vocab_size=config.vocab_size)
+        super().__init__(config)
         self.action_expert = Expert(config.action_expert, adaptive=config.pi05)
         self.suffix = (AdaptiveSuffix if config.pi05 else TokenSuffix)(config)
 
@@ -115,6 +110,9 @@ class Pi0(nn.Module):
             num_draws = noise.shape[1]
         if num_draws is None and time is not None and time.ndim == 2:
             num_draws = time.shape[1]
+        if num_draws is not None and num_draws < 1:
+            raise ValueError(f"num_draws must be at least 1, is {num_draws}.")
+        self._check_chunk("actions", actions, observation.batch_size)
         rows = (len(actions), num_draws or 1)
         if noise is None:
             noise = standard_normal((*rows, *actions.shape[1:]), actions.device, generator)
@@ -143,11 +141,10 @@ class Pi0(nn.Module):
         """Integrate from noise (time 1) to actions (time 0) in equal Euler steps."""
         if num_steps < 1:
             raise ValueError(f"num_steps must be at least 1, is {num_steps}.")
-        shape = (observation.batch_size, self.config.action_horizon, self.config.action_dim)
         if noise is None:
+            shape = (observation.batch_size, self.config.action_horizon, self.config.action_dim)
             noise = standard_normal(shape, observation.device, generator)
-        if noise.shape != shape:
-            raise ValueError(f"noise has shape {tuple(noise.shape)}, expected {shape}.")
+        self._check_chunk("noise", noise, observation.batch_size)
         cache = self.prefill(observation)
         times = 1 - torch.arange(num_steps, device=noise.device) / num_steps
         condition = self.condition(times)
@@ -158,6 +155,7 @@ class Pi0(nn.Module):
 
     def prefill(self, observation: Observation) -> PrefixCache:
         """Read images and prompt once; the cache has room for the suffix behind them."""
+        self.suffix.check_state(observation.state)
         prefix, state = self.embed_prefix(observation), observation.state
         packing, head_dim = prefix.packing, self.config.vlm.head_dim
         starts_block = self.suffix.starts_block(state.device)
@@ -190,17 +188,6 @@ class Pi0(nn.Module):
         vector = self.suffix.condition(time.float())
         return Condition(vector, self.action_expert.modulate(vector.to(self.compute_dtype)))
 
-    def embed_prefix(self, observation: Observation) -> Prefix:
-        """The tokens that the VLM reads: those of present images and valid words alone."""
-        return embed_prefix(
-            observation,
-            self.config.cameras,
-            self.vision,
-            self.vlm,
-            self.compute_dtype,
-            self.gradient_checkpointing,
-        )
-
     def prefix_output(self, observation: Observation) -> Float[Tensor, "b t d"]:
         """The VLM's output per token of the padded prefix. The model itself never needs it."""
         prefix = self.embed_prefix(observation)
@@ -214,6 +201,12 @@ class Pi0(nn.Module):
         cache: PrefixCache,
     ) -> Float[Tensor, "b s d"]:
         """The action expert's output for every suffix token."""
+        batch = len(cache.state)
+        self._check_chunk("noisy_actions", noisy_actions, batch)
+        if not isinstance(time, Condition) and time.shape not in ((batch,), (1,)):
+            raise ValueError(
+                f"time has shape {tuple(time.shape)}, expected one number per sample: ({batch},)."
+            )
         condition = time if isinstance(time, Condition) else self.condition(time)
         tokens = self.suffix.tokens(cache.state, noisy_actions.float(), condition.vector)
         output, _ = joint.read(
@@ -235,6 +228,14 @@ class Pi0(nn.Module):
             "vlm.norm",
         )
         return [name for name, _ in self.named_parameters() if name.startswith(tail)]
+
+    def _check_chunk(self, name: str, value: Tensor, batch: int) -> None:
+        expected = (batch, self.config.action_horizon, self.config.action_dim)
+        if value.shape != expected:
+            raise ValueError(
+                f"{name} has shape {tuple(value.shape)}, expected {expected}: batch, "
+                "action_horizon, action_dim."
+            )
 
     def _reading(self, prefix: Prefix, room: int) -> dict[str, Any]:
         """How the VLM reads a prefix: one block, left-aligned, counted from zero."""

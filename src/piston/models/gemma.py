@@ -147,7 +147,8 @@ class Attention(nn.Module):
     ) -> Tokens:
         heads = (self.size.num_heads, self.size.head_dim)
         query = rope.rotate(self.query(x).unflatten(-1, heads)).transpose(1, 2)
-        # Grouped heads as a view without copies: unlike enable_gqa, every kernel takes a mask so.
+        # Unlike with enable_gqa, every kernel takes a mask so. A single key head is shared as a
+        # view; several are repeated in memory.
         group = self.size.num_heads // self.size.num_kv_heads
         keys, values = (
             part[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2) for part in memory.read()

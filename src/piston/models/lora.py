@@ -17,6 +17,9 @@ public JAX adapters exactly:
                                 b[0] = attn_vec_einsum/lora_b[l] summed over heads, then ᵀ
     gate, up          1         a[0] = gating_einsum_lora_a[l, 0|1]ᵀ  b[0] = …_lora_b[l, 0|1]ᵀ
     down              1         a[0] = linear_lora_a[l]ᵀ              b[0] = linear_lora_b[l]ᵀ
+
+For the output the public adapters have one B per head, of which only the sum matters: summed here,
+outputs are exact, but a training step differs from JAX's, where each head's B takes its own.
 """
 
 from __future__ import annotations
@@ -39,11 +42,9 @@ Config = TypeVar("Config")
 class LoRALinear(Linear):
     """A linear map whose low-rank correction is learned while its weight may stay frozen."""
 
-    def __init__(
-        self, in_features: int, out_features: int, lora: LoRA, groups: int = 1, bias: bool = False
-    ) -> None:
+    def __init__(self, in_features: int, out_features: int, lora: LoRA, groups: int = 1) -> None:
         self.scale = lora.scale
-        super().__init__(in_features, out_features, bias=bias)
+        super().__init__(in_features, out_features, bias=False)
         self.lora_a = nn.Parameter(torch.empty(groups, lora.rank, in_features))
         self.lora_b = nn.Parameter(torch.empty(groups, out_features // groups, lora.rank))
         nn.init.normal_(self.lora_a, std=in_features**-0.5)
@@ -62,10 +63,8 @@ class LoRALinear(Linear):
         """A plain linear map that computes the same, sharing the (now changed) weight."""
         correction = torch.matmul(self.lora_b.float(), self.lora_a.float()).flatten(0, 1)
         self.weight.copy_(self.weight.float() + self.scale * correction)
-        plain = Linear(
-            self.in_features, self.out_features, bias=self.bias is not None, device="meta"
-        )
-        plain.weight, plain.bias = self.weight, self.bias
+        plain = Linear(self.in_features, self.out_features, bias=False, device="meta")
+        plain.weight = self.weight
         return plain
 
 
@@ -79,14 +78,14 @@ def make_linear(
 
 
 def merge_adapters(model: nn.Module) -> None:
-    """Fold every adapter into its base weight, in place; afterwards the model has none.
-
-    The configuration that describes the result is `without_adapters(model.config)`.
-    """
+    """Fold every adapter into its base weight; the model and its config then have none."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, LoRALinear):
                 setattr(parent, name, child.merged())
+        config = getattr(parent, "config", None)
+        if dataclasses.is_dataclass(config):
+            setattr(parent, "config", without_adapters(config))  # noqa: B010
 
 
 def without_adapters(config: Config) -> Config:

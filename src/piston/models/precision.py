@@ -2,7 +2,8 @@
 
     held float32 always      norm scales, patch and position embeddings, the suffix's small maps
     held as asked            every other matrix: float32 masters to train, bfloat16 to serve
-    computed float32 always  norms, rotary angles, attention logits and softmax, time, loss
+    computed float32 always  norms, rotary angles, attention logits and softmax, time, word logits,
+                             loss
     computed as configured   every product of a `Linear`: it follows the activation that comes in
 
 Where a CPU multiplies float32 faster than bfloat16, large products of bfloat16 run in float32 and
@@ -11,6 +12,8 @@ knows nothing of models.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from jaxtyping import Bool, Float
@@ -41,7 +44,7 @@ class Linear(nn.Linear):
 
     def forward(self, x: Float[Tensor, "*b i"]) -> Float[Tensor, "*b o"]:
         if _is_faster_in_float32(x):
-            return _linear_in_float32(x, self.weight, self.bias)
+            return linear_in_float32(x, self.weight, self.bias, x.dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return nn.functional.linear(x, self.weight.to(x.dtype), bias)
 
@@ -55,10 +58,14 @@ def _is_faster_in_float32(x: Float[Tensor, "*b i"]) -> bool:
     )
 
 
-def _linear_in_float32(
-    x: Float[Tensor, "*b i"], weight: Float[Tensor, "o i"], bias: Float[Tensor, " o"] | None
+def linear_in_float32(
+    x: Float[Tensor, "*b i"],
+    weight: Float[Tensor, "o i"],
+    bias: Float[Tensor, " o"] | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Float[Tensor, "*b o"]:
-    dtype, x = x.dtype, x.float()
+    """A product of float32 numbers, given in `dtype`; no narrow weight is copied as a whole."""
+    x = x.float()
     bias = None if bias is None else bias.float()
     if weight.dtype == torch.float32:
         return nn.functional.linear(x, weight, bias).to(dtype)
@@ -70,10 +77,16 @@ def _linear_in_float32(
 
 def cast_for_inference(model: nn.Module, dtype: torch.dtype) -> None:
     """Hold the large matrices in `dtype`, in place; what must stay float32 stays float32."""
-    for module in model.modules():
+    for _, parameter in held_as_asked(model):
+        parameter.data = parameter.data.to(dtype)
+
+
+def held_as_asked(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The large matrices, by name. Every other parameter is held in float32 always."""
+    for path, module in model.named_modules():
         if isinstance(module, Linear | nn.Embedding):
-            for parameter in module.parameters(recurse=False):
-                parameter.data = parameter.data.to(dtype)
+            for name, parameter in module.named_parameters(recurse=False):
+                yield f"{path}.{name}".removeprefix("."), parameter
 
 
 def attention(

@@ -19,10 +19,12 @@ from collections.abc import Sequence
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
+from piston.models.configs import ModelConfig
 from piston.models.gemma import Expert
-from piston.models.siglip import VisionTower
+from piston.models.precision import torch_dtype
+from piston.models.siglip import VisionTower, to_unit_range
 from piston.observation import Image, Observation
 
 
@@ -71,25 +73,32 @@ class Prefix:
     packing: Packing
 
 
-def embed_prefix(
-    observation: Observation,
-    cameras: Sequence[str],
-    vision: VisionTower,
-    vlm: Expert,
-    dtype: torch.dtype,
-    gradient_checkpointing: bool = False,
-) -> Prefix:
-    present, images = present_images(observation, cameras)
-    prompt, prompt_mask = prompt_of(observation)
-    valid = torch.cat((present.repeat_interleave(vision.num_tokens, 1), prompt_mask), dim=1)
-    packing = Packing.of(valid)
+class PrefixReader(nn.Module):
+    """What all models begin with: the vision tower and the expert that reads images and words."""
 
-    tokens = [vlm.embed(prompt[prompt_mask], dtype)]
-    if len(images):
-        tokens.insert(0, vision(images, dtype, gradient_checkpointing).flatten(0, 1))
-    num_images = valid.shape[1] - prompt.shape[1]
-    index = _index_of_valid(valid, num_images)
-    return Prefix(torch.cat(tokens)[packing.pack(index)], packing)
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.compute_dtype = torch_dtype(config.dtype)
+        self.gradient_checkpointing = False
+        self.vision = VisionTower(config.vision, config.image_size, config.vlm.width)
+        self.vlm = Expert(config.vlm, vocab_size=config.vocab_size)
+
+    def embed_prefix(self, observation: Observation) -> Prefix:
+        """The tokens that the VLM reads: those of present images and valid words alone."""
+        present, images = present_images(observation, self.config.cameras)
+        prompt, prompt_mask = prompt_of(observation)
+        image_mask = present.repeat_interleave(self.vision.num_tokens, 1)
+        valid = torch.cat((image_mask, prompt_mask), dim=1)
+        packing = Packing.of(valid)
+
+        dtype = self.compute_dtype
+        tokens = [self.vlm.embed(prompt[prompt_mask], dtype)]
+        if len(images):
+            seen = self.vision(images, dtype, self.gradient_checkpointing)
+            tokens.insert(0, seen.flatten(0, 1))
+        index = _index_of_valid(valid, image_mask.shape[1])
+        return Prefix(torch.cat(tokens)[packing.pack(index)], packing)
 
 
 def _index_of_valid(valid: Bool[Tensor, "b l"], num_images: int) -> Int[Tensor, "b l"]:
@@ -111,8 +120,10 @@ def present_images(
             f"{sorted(observation.images)}. Give every slot an image, with mask False if absent."
         )
     present = torch.stack([observation.image_masks[camera] for camera in cameras], dim=1)
-    images = torch.stack([observation.images[camera] for camera in cameras], dim=1)
-    return present, images[present]
+    images = [observation.images[camera] for camera in cameras]
+    if len({image.dtype for image in images}) > 1:
+        images = [to_unit_range(image) for image in images]  # bytes mean other numbers than floats
+    return present, torch.stack(images, dim=1)[present]
 
 
 def prompt_of(

@@ -44,6 +44,13 @@ class TokenSuffix(nn.Module):
         self.time_action_out = nn.Linear(self.width, self.width)
         self.action_out = nn.Linear(self.width, config.action_dim)
 
+    def check_state(self, state: Float[Tensor, "b a"]) -> None:
+        if state.ndim != 2 or state.shape[1] != self.state.in_features:
+            raise ValueError(
+                f"state has shape {tuple(state.shape)}, expected (batch, {self.state.in_features}):"
+                " π0 reads a state as wide as its actions. Pad it with zeros."
+            )
+
     def starts_block(self, device: torch.device) -> Bool[Tensor, " s"]:
         """The state starts a block and the first action another."""
         return torch.arange(self.horizon + 1, device=device) < 2
@@ -77,6 +84,9 @@ class AdaptiveSuffix(nn.Module):
         self.time_in = nn.Linear(self.width, self.width)
         self.time_out = nn.Linear(self.width, self.width)
         self.action_out = nn.Linear(self.width, config.action_dim)
+
+    def check_state(self, state: Float[Tensor, "b a"]) -> None:
+        """Any will do: the prompt says it."""
 
     def starts_block(self, device: torch.device) -> Bool[Tensor, " s"]:
         """The actions are one block."""

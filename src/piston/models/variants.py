@@ -8,14 +8,20 @@ On the command line a size is its name (`gemma_2b`) or its numbers
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 
 def _require_positive(size: object, but: Sequence[str] = ()) -> None:
     for field in dataclasses.fields(size):  # type: ignore[arg-type]
         value = getattr(size, field.name)
-        if isinstance(value, int) and value < 1 and field.name not in but:
-            raise ValueError(f"{type(size).__name__}.{field.name} must be at least 1, is {value}.")
+        if field.name == "lora":
+            continue
+        if type(value) is not int or (value < 1 and field.name not in but):
+            raise ValueError(
+                f"{type(size).__name__}.{field.name} must be a whole number of at least 1, is "
+                f"{value!r}."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +33,16 @@ class LoRA:
     # Which kinds of layers are adapted.
     attention: bool = True
     mlp: bool = True
+
+    def __post_init__(self) -> None:
+        if type(self.rank) is not int or self.rank < 1:
+            raise ValueError(f"The rank of adapters must be at least 1, is {self.rank}.")
+        if not 0 < self.alpha < math.inf:
+            raise ValueError(f"The alpha of adapters must be a positive number, is {self.alpha}.")
+        if not (self.attention or self.mlp):
+            raise ValueError(
+                "Adapters must adapt attention, mlp or both; for neither, give no adapters at all."
+            )
 
     @property
     def scale(self) -> float:
@@ -127,10 +143,15 @@ def parse_gemma_size(text: str) -> GemmaSize:
     numbers = _parse_numbers(
         text, {f.name for f in dataclasses.fields(GemmaSize)} - {"lora"}, GEMMA
     )
-    rank, alpha = numbers.pop("lora_rank", None), numbers.pop("lora_alpha", None)
-    kinds = {kind: bool(numbers.pop(f"lora_{kind}", 1)) for kind in _LORA_KINDS}
-    lora = None if rank is None else LoRA(int(rank), rank if alpha is None else alpha, **kinds)
-    return GemmaSize(**{name: int(number) for name, number in numbers.items()}, lora=lora)
+    adapters = {n: numbers.pop(n) for n in tuple(numbers) if n.startswith("lora_")}
+    if adapters and "lora_rank" not in adapters:
+        raise ValueError(f"Size {text!r} has {', '.join(adapters)} but no lora_rank.")
+    lora = None
+    if adapters:
+        rank = _whole("lora_rank", adapters["lora_rank"])
+        kinds = {kind: _switch(f"lora_{kind}", adapters) for kind in _LORA_KINDS}
+        lora = LoRA(rank, adapters.get("lora_alpha", float(rank)), **kinds)
+    return GemmaSize(**{n: _whole(n, number) for n, number in numbers.items()}, lora=lora)
 
 
 def parse_vision_size(text: str) -> VisionSize:
@@ -138,16 +159,32 @@ def parse_vision_size(text: str) -> VisionSize:
         return VISION[text]
     names = {field.name for field in dataclasses.fields(VisionSize)} - {"stem"}
     numbers = _parse_numbers(text, names, VISION)
-    return VisionSize(**{name: int(number) for name, number in numbers.items()})
+    return VisionSize(**{name: _whole(name, number) for name, number in numbers.items()})
+
+
+def _whole(name: str, number: float) -> int:
+    if not number.is_integer():  # neither is infinity
+        raise ValueError(f"{name} must be a whole number, is {number:g}.")
+    return int(number)
+
+
+def _switch(name: str, numbers: Mapping[str, float]) -> bool:
+    number = numbers.get(name, 1.0)
+    if number not in (0, 1):
+        raise ValueError(f"{name} must be 0 or 1, is {number:g}.")
+    return bool(number)
 
 
 def _parse_numbers(text: str, required: set[str], known: Mapping[str, object]) -> dict[str, float]:
     lora = {"lora_rank", "lora_alpha", *(f"lora_{kind}" for kind in _LORA_KINDS)}
     optional = lora if known is GEMMA else {"stem"}
     try:
-        numbers = {name: float(number) for name, number in (p.split("=") for p in text.split(","))}
+        pairs = [(name, float(number)) for name, number in (p.split("=") for p in text.split(","))]
     except ValueError:
-        numbers = {}
+        pairs = []
+    numbers = dict(pairs)
+    if len(numbers) < len(pairs):
+        raise ValueError(f"Size {text!r} gives a name twice.")
     if not required <= numbers.keys() <= required | optional:
         raise ValueError(
             f"Unknown size {text!r}. Known: {', '.join(known)}; or give all of "

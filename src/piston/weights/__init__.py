@@ -1,5 +1,6 @@
 """Checkpoints: reading ours, openpi's (JAX and PyTorch) and LeRobot's; writing ours."""
 
+from piston.weights.adapters import load_adapters, save_adapters
 from piston.weights.building import build_model, build_on_meta, expected_shapes
 from piston.weights.checkpoint import Checkpoint, open_checkpoint
 from piston.weights.errors import CheckpointError, MismatchError
@@ -14,8 +15,10 @@ __all__ = [
     "build_on_meta",
     "convert",
     "expected_shapes",
+    "load_adapters",
     "load_into",
     "load_model",
     "open_checkpoint",
+    "save_adapters",
     "save_model",
 ]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
 from piston.models.autoregressive import Pi0FAST
 from piston.models.configs import ModelConfig, Pi0Config, Pi0FASTConfig
 from piston.models.flow import Pi0
-from piston.models.precision import cast_for_inference
+from piston.models.precision import held_as_asked
 from piston.weights.errors import Shape
 from piston.weights.initial import WithoutFills
 
@@ -37,7 +39,16 @@ def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
     return shapes_of(build_on_meta(config))
 
 
-def held_dtypes(model_on_meta: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """What each tensor is held in when `dtype` is asked for: some stay in float32 always."""
-    cast_for_inference(model_on_meta, dtype)
-    return {name: tensor.dtype for name, tensor in model_on_meta.state_dict().items()}
+def held_dtypes(
+    model: nn.Module, stored: Mapping[str, torch.dtype], dtype: torch.dtype | None
+) -> dict[str, torch.dtype]:
+    """What each tensor is held in when `dtype` is asked for; None is as stored.
+
+    Some are float32 always, and then float32 even where a file stores less: openpi's hold the
+    vision tower's norms in bfloat16.
+    """
+    free = {name for name, _ in held_as_asked(model)}
+    return {
+        name: dtype or stored.get(name, torch.float32) if name in free else torch.float32
+        for name in model.state_dict()
+    }

@@ -14,6 +14,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +24,10 @@ from piston.models.configs import ModelConfig
 from piston.serialization import from_json
 from piston.weights.building import expected_shapes
 from piston.weights.declared import read_json
-from piston.weights.errors import CheckpointError, Shape, check_match
+from piston.weights.errors import CheckpointError, Shape, check_match, listing
 from piston.weights.orbax import find_params, read_orbax
 from piston.weights.safetensors_source import OWN_FORMAT, read_safetensors
-from piston.weights.sizes import infer_config
+from piston.weights.sizes import assumed_fields, infer_config
 from piston.weights.source import Entry, Source
 
 TENSORS = "model.safetensors"
@@ -42,6 +43,8 @@ class Checkpoint:
     path: Path
     config: ModelConfig
     source: Source
+    # Fields of the configuration that no file says: the family's usual values.
+    assumed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def format(self) -> str:
@@ -62,6 +65,9 @@ class Checkpoint:
 
     def shapes(self) -> dict[str, Shape]:
         return {name: entry.shape for name, entry in self.source.entries.items()}
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        return {name: entry.dtype for name, entry in self.source.entries.items()}
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """In the dtype in which it is stored, unless another is asked for."""
@@ -92,12 +98,25 @@ def open_checkpoint(location: str | Path, config: ModelConfig | None = None) -> 
     shapes = {name: entry.shape for name, entry in source.entries.items()}
     if config is None and source.format == OWN_FORMAT:
         config = read_model_config(tensors.parent)
+    assumed: Mapping[str, Any] = {}
     if config is None:
-        config = infer_config(shapes, source.heads, source.declared)
+        config = _infer(source, shapes)
+        assumed = assumed_fields(config, source.declared)
     what = f"{path} ({source.format}) does not fit the {config.family} model of its configuration"
     found = {**shapes, **source.unknown}
     check_match(expected_shapes(config), found, may_miss_some=True, what=what)
-    return Checkpoint(path, config, source)
+    return Checkpoint(path, config, source, assumed)
+
+
+def _infer(source: Source, shapes: Mapping[str, Shape]) -> ModelConfig:
+    try:
+        return infer_config(shapes, source.heads, source.declared)
+    except CheckpointError as error:
+        if not source.unknown:
+            raise
+        # Likely the reason: tensors under names that are not known here.
+        lines = [f"{name} {shape}" for name, shape in source.unknown.items()]
+        raise CheckpointError(f"{error}\n{listing('unexpected', lines)}") from error
 
 
 def read_model_config(folder: Path) -> ModelConfig:

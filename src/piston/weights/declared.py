@@ -1,7 +1,9 @@
-"""What openpi's and LeRobot's `config.json` beside the tensors says, in our words.
+"""What the `config.json` beside foreign tensors says, in our words.
 
-Only what the tensors cannot show: horizon, prompt length, precision, cameras. Settings of training
-or of the robot are left alone.
+It is openpi's, LeRobot's, or the plain list of sizes that comes with reference cases.
+
+Only what the tensors cannot show: heads, horizon, prompt length, precision, cameras. Settings of
+training or of the robot are left alone.
 """
 
 from __future__ import annotations
@@ -10,9 +12,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from piston.models.variants import GemmaSize, LoRA, VisionSize
 from piston.weights.errors import CheckpointError
 
-_LEROBOT_FAMILIES = ("pi0", "pi05", "pi0_fast")
+_FAMILIES = ("pi0", "pi05", "pi0_fast")
 _IMAGES = "observation.images."
 _PRECISIONS = ("float32", "bfloat16")
 
@@ -36,8 +39,10 @@ def read_declared(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     data = read_json(path)
-    if data.get("type") in _LEROBOT_FAMILIES:
+    if data.get("type") in _FAMILIES:
         declared = _from_lerobot(data)
+    elif data.get("model") in _FAMILIES and isinstance(data.get("vision"), dict):
+        declared = _from_sizes(data, path)
     elif "paligemma_variant" in data:
         declared = _from_openpi(data)
     else:
@@ -45,6 +50,30 @@ def read_declared(folder: Path) -> dict[str, Any]:
     if declared.get("dtype") not in _PRECISIONS:
         declared.pop("dtype", None)
     return {name: value for name, value in declared.items() if value is not None}
+
+
+def _from_sizes(data: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The plain list: every part with all its sizes, adapters in a list of their own."""
+    adapters = data.get("lora") or {}
+
+    def expert(name: str) -> GemmaSize:
+        lora = LoRA(**adapters[name]) if name in adapters else None
+        return GemmaSize(**data[name], lora=lora)
+
+    same = ("action_dim", "action_horizon", "max_token_len", "max_decoding_steps")
+    try:
+        return {
+            **{name: data.get(name) for name in same},
+            "vision": VisionSize(**data["vision"]),
+            "vlm": expert("vlm"),
+            "action_expert": expert("expert") if "expert" in data else None,
+            "cameras": tuple(data["image_keys"]) if "image_keys" in data else None,
+        }
+    except (TypeError, KeyError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} lists the sizes of a {data['model']} model, but not as expected: {error}. "
+            "Correct it, or take it away and give the model's configuration."
+        ) from error
 
 
 def _from_openpi(data: dict[str, Any]) -> dict[str, Any]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import fnmatch
 import re
 from collections.abc import Iterable, Mapping, Sequence
+
+from piston.models.lora import matching_parameters
 
 Shape = tuple[int, ...]
 
@@ -43,12 +44,14 @@ def check_match(
 ) -> list[str]:
     """One error with everything that is missing, unexpected or of the wrong shape.
 
-    Returns the names that are missing and may be: some pattern of `may_be_new` matches them. With
-    `may_miss_some` missing ones are told, but are no reason for the error.
+    Returns the names that are missing and may be: some pattern of `may_be_new` matches them. A
+    pattern that matches no tensor of the model is an error of its own. With `may_miss_some`
+    missing ones are told, but are no reason for the error.
     """
     patterns = tuple(may_be_new)
     absent = sorted(expected.keys() - found.keys())
-    new = [name for name in absent if any(fnmatch.fnmatchcase(name, p) for p in patterns)]
+    allowed = set(matching_parameters(expected, patterns))
+    new = [name for name in absent if name in allowed]
     missing = sorted(set(absent) - set(new))
     unexpected = sorted(found.keys() - expected.keys())
     misshaped = sorted(

@@ -96,16 +96,22 @@ _BLOCK: dict[str, Part] = {
 }
 
 
-def _both(first: str, second: str, convert: Callable[[Tensor], Tensor]) -> tuple[Part, ...]:
-    return Part(first, convert, at=0), Part(second, convert, at=1)
+def _each(convert: Callable[[Tensor], Tensor], *names: str) -> tuple[Part, ...]:
+    return tuple(Part(name, convert, at) for at, name in enumerate(names))
+
+
+def _projections(leaf: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"attention.{name}.{leaf}" for name in names)
 
 
 # `{}` is where the action expert's `_1` stands.
 _LAYER: dict[str, tuple[Part, ...]] = {
     "attn/q_einsum{}/w": (Part("attention.query.weight", _heads_first),),
-    "attn/kv_einsum{}/w": _both("attention.key.weight", "attention.value.weight", _heads_first),
+    "attn/kv_einsum{}/w": _each(_heads_first, *_projections("weight", "key", "value")),
+    # Instead of both where every head has keys of its own.
+    "attn/qkv_einsum{}/w": _each(_heads_first, *_projections("weight", "query", "key", "value")),
     "attn/attn_vec_einsum{}/w": (Part("attention.output.weight", _from_heads),),
-    "mlp{}/gating_einsum": _both("mlp.gate.weight", "mlp.up.weight", _turn),
+    "mlp{}/gating_einsum": _each(_turn, "mlp.gate.weight", "mlp.up.weight"),
     "mlp{}/linear": (Part("mlp.down.weight", _turn),),
     "pre_attention_norm{}/scale": (Part("attention_norm.scale"),),
     "pre_attention_norm{}/Dense_0/kernel": (Part("attention_norm.modulation.weight", _turn),),
@@ -116,12 +122,15 @@ _LAYER: dict[str, tuple[Part, ...]] = {
     # Adapters, in the layout that models/lora.py describes.
     "attn/q_einsum{}/lora_a": (Part("attention.query.lora_a", _turn),),
     "attn/q_einsum{}/lora_b": (Part("attention.query.lora_b", _turn),),
-    "attn/kv_einsum{}/lora_a": _both("attention.key.lora_a", "attention.value.lora_a", _turn),
-    "attn/kv_einsum{}/lora_b": _both("attention.key.lora_b", "attention.value.lora_b", _turn),
+    **{
+        f"attn/{array}_einsum{{}}/{leaf}": _each(_turn, *_projections(leaf, *names))
+        for array, names in {"kv": ("key", "value"), "qkv": ("query", "key", "value")}.items()
+        for leaf in ("lora_a", "lora_b")
+    },
     "attn/attn_vec_einsum{}/lora_a": (Part("attention.output.lora_a", _from_heads_in_one_group),),
     "attn/attn_vec_einsum{}/lora_b": (Part("attention.output.lora_b", _sum_of_heads),),
-    "mlp{}/gating_einsum_lora_a": _both("mlp.gate.lora_a", "mlp.up.lora_a", _one_group),
-    "mlp{}/gating_einsum_lora_b": _both("mlp.gate.lora_b", "mlp.up.lora_b", _one_group),
+    "mlp{}/gating_einsum_lora_a": _each(_one_group, "mlp.gate.lora_a", "mlp.up.lora_a"),
+    "mlp{}/gating_einsum_lora_b": _each(_one_group, "mlp.gate.lora_b", "mlp.up.lora_b"),
     "mlp{}/linear_lora_a": (Part("mlp.down.lora_a", _one_group),),
     "mlp{}/linear_lora_b": (Part("mlp.down.lora_b", _one_group),),
 }
@@ -222,11 +231,15 @@ def _slices_of(row: Row, array: Tensor) -> list[Slice]:
 
 def heads_of(shapes: Mapping[str, Shape]) -> Heads | None:
     """Numbers of heads, from the arrays that still keep them apart."""
-    query = shapes.get("PaliGemma/llm/layers/attn/q_einsum/w")  # (B, N, D, H)
-    key_value = shapes.get("PaliGemma/llm/layers/attn/kv_einsum/w")  # (B, 2, K, D, H)
+    layers = "PaliGemma/llm/layers/attn"
+    query = shapes.get(f"{layers}/q_einsum/w")  # (B, N, D, H)
+    key_value = shapes.get(f"{layers}/kv_einsum/w")  # (B, 2, K, D, H)
+    joined = shapes.get(f"{layers}/qkv_einsum/w")  # (B, 3, N, D, H)
     vision = shapes.get(  # (B, D, N, H)
         f"PaliGemma/img/Transformer/encoderblock/{_ATTENTION}/query/kernel"
     )
+    if joined is not None and vision is not None:
+        return Heads(vision[2], joined[2], joined[2], joined[4])
     if query is None or key_value is None or vision is None:
         return None
     return Heads(vision[2], query[1], key_value[2], query[3])

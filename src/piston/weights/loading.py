@@ -44,8 +44,8 @@ def load_model(
 ) -> Pi0 | Pi0FAST:
     """The model of a checkpoint in any known format.
 
-    `dtype` None keeps what is stored, tensor by tensor. Another holds the parameters in it, except
-    those that stay in float32 whatever the model computes in.
+    `dtype` None keeps what is stored, tensor by tensor; another holds the parameters in it. Either
+    way those that are float32 whatever the model computes in become float32.
     """
     checkpoint = open_checkpoint(location, config)
     model = build_on_meta(checkpoint.config)
@@ -98,8 +98,7 @@ def _materialize(
     dtype: torch.dtype | None,
     device: torch.device,
 ) -> None:
-    stored = {name: checkpoint.entry(name).dtype for name in checkpoint.names()}
-    held = stored if dtype is None else held_dtypes(model, dtype)
+    held = held_dtypes(model, checkpoint.dtypes(), dtype)
 
     def make(name: str) -> Tensor:
         entry = checkpoint.entry(name)
@@ -113,7 +112,7 @@ def _materialize(
 
     tensors = dict(zip(checkpoint.names(), _for_each(checkpoint, checkpoint.names(), make)))
     for name, value in initial_values(lambda: build_model(model.config), new).items():
-        tensors[name] = value.to(device=device, dtype=held.get(name, value.dtype))
+        tensors[name] = value.to(device=device, dtype=held[name])
     model.load_state_dict(tensors, strict=True, assign=True)  # only now: never half a model
 
 

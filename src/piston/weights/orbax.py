@@ -18,18 +18,16 @@ import torch
 from torch import Tensor
 
 from piston.weights import jax_names
+from piston.weights.declared import read_declared
 from piston.weights.errors import CheckpointError, Shape
 from piston.weights.source import Entry, Source
 
 _MANIFEST = "manifest.ocdbt"
 _METADATA_FILES = {".zarray": "zarr", "zarr.json": "zarr3"}
 _ROWS = 2**26  # bytes of a large array that are copied at once
-_DTYPES = {  # as zarr's second and third version spell them
-    "<f4": torch.float32,
-    "float32": torch.float32,
-    "<f2": torch.float16,
+_DTYPES = {
     "float16": torch.float16,
-    "<f8": torch.float64,
+    "float32": torch.float32,
     "float64": torch.float64,
     "bfloat16": torch.bfloat16,
 }
@@ -55,8 +53,16 @@ def read_orbax(folder: Path) -> Source:
             unknown[path] = shape
             continue
         for one in found:
+            if one.name in entries:
+                raise CheckpointError(
+                    f"{folder} holds {one.name} twice, once in {path}. It is not a checkpoint of "
+                    "one model; write it again into an empty folder."
+                )
             entries[one.name] = Entry(one.shape, store.dtype(path), _Reader(store, path, one))
-    return Source("jax", entries, unknown=unknown, heads=jax_names.heads_of(shapes))
+    # The trainer's arrays lie in `params`; what describes the model lies beside that folder.
+    declared = read_declared(folder.parent if folder.name == "params" else folder)
+    heads = jax_names.heads_of(shapes)
+    return Source("jax", entries, unknown=unknown, heads=heads, declared=declared)
 
 
 class _Reader:
@@ -83,7 +89,7 @@ class _ArrayStore:
     def __init__(self, folder: Path) -> None:
         self._tensorstore = _import_tensorstore()
         self._folder = folder
-        self._metadata: dict[str, dict[str, Any]] = {}
+        self._metadata: dict[str, tuple[Shape, str]] = {}  # path → shape, name of the dtype
         self._drivers: dict[str, tuple[str, str]] = {}  # path → driver, key in the store
         base = {"driver": "file", "path": f"{folder.resolve()}/"}
         is_database = (folder / _MANIFEST).is_file()
@@ -103,15 +109,10 @@ class _ArrayStore:
         return sorted(self._metadata)
 
     def shape(self, path: str) -> Shape:
-        return tuple(self._metadata[path]["shape"])
+        return self._metadata[path][0]
 
     def dtype(self, path: str) -> torch.dtype:
-        name = self._metadata[path].get("dtype") or self._metadata[path]["data_type"]
-        name = (
-            name if name == "bfloat16" or not name.startswith(("<", "|")) else np.dtype(name).name
-        )
-        if name == "bfloat16":
-            return torch.bfloat16
+        name = self._metadata[path][1]
         if name not in _DTYPES:
             raise CheckpointError(
                 f"{path} in {self._folder} has dtype {name}; expected one of {', '.join(_DTYPES)}."
@@ -169,7 +170,19 @@ class _ArrayStore:
                 if path in self._drivers:
                     raise ValueError(f"{self._drivers[path][1]} and {key} are the same array")
                 self._drivers[path] = (_METADATA_FILES[file], key)
-                self._metadata[path] = json.loads(store.read(raw).result().value)
+                self._metadata[path] = _parse_metadata(key, store.read(raw).result().value)
+
+
+def _parse_metadata(key: str, text: bytes) -> tuple[Shape, str]:
+    """An array's shape and numpy's name of its dtype, which zarr 2 writes as `<f4`."""
+    try:
+        data = json.loads(text)
+        shape, dtype = tuple(data["shape"]), data.get("dtype") or data["data_type"]
+        if not all(type(size) is int and size >= 0 for size in shape):
+            raise ValueError(f"shape {shape}")
+        return shape, np.dtype(dtype).name if dtype.startswith(("<", "|")) else dtype
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"the description of array {key} is malformed ({error!r})") from error
 
 
 def _import_tensorstore() -> ModuleType:

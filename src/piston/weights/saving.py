@@ -57,9 +57,9 @@ def save_model(
     tensors = {name: TensorToWrite.of(tensor) for name, tensor in state.items()}
     folder = Path(folder).absolute()
     text = _config_text(config, sections or {})
-    with _written(folder) as fresh:
+    with written_folder(folder) as fresh:
         write_tensor_file(fresh / TENSORS, tensors, {"format": "pt"})
-        _write_text(fresh / CONFIG, text)
+        write_text(fresh / CONFIG, text)
 
 
 def convert(
@@ -72,7 +72,7 @@ def convert(
 ) -> Checkpoint:
     """Write a checkpoint of any known format in our own, holding one tensor at a time.
 
-    `dtype` None keeps every tensor's; another changes all but those that stay in float32.
+    `dtype` None keeps every tensor's; but those that models hold in float32 always become float32.
     """
     target = Path(target).absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -83,22 +83,28 @@ def convert(
     model = build_on_meta(checkpoint.config)
     what = f"{checkpoint} is not a whole {checkpoint.config.family} model"
     check_match(shapes_of(model), checkpoint.shapes(), what=what)
-    held = {} if dtype is None else held_dtypes(model, dtype)
-    tensors = {
-        name: _to_write(checkpoint.entry(name), held.get(name)) for name in checkpoint.names()
-    }
+    held = held_dtypes(model, checkpoint.dtypes(), dtype)
+    tensors = {name: _to_write(checkpoint.entry(name), held[name]) for name in checkpoint.names()}
+    if checkpoint.assumed:
+        values = ", ".join(f"{name} = {value}" for name, value in checkpoint.assumed.items())
+        logger.warning(
+            "%s does not say these, so the usual ones were assumed: %s. If the model was trained "
+            "with others, convert with its configuration (--preset).",
+            checkpoint,
+            values,
+        )
     for name, reason in checkpoint.dropped.items():
         logger.info("Left out %s: %s.", name, reason)
-    with _written(target) as fresh:
+    with written_folder(target) as fresh:
         write_tensor_file(fresh / TENSORS, tensors, {"format": "pt"}, _report(tensors, progress))
-        _write_text(fresh / CONFIG, _config_text(checkpoint.config, {}))
+        write_text(fresh / CONFIG, _config_text(checkpoint.config, {}))
         if (assets := _assets_of(checkpoint.path)) is not None:
             shutil.copytree(assets, fresh / _ASSETS)
     return open_checkpoint(target)
 
 
-def _to_write(entry: Entry, dtype: torch.dtype | None) -> TensorToWrite:
-    return TensorToWrite(entry.shape, dtype or entry.dtype, lambda: entry.read(dtype))
+def _to_write(entry: Entry, dtype: torch.dtype) -> TensorToWrite:
+    return TensorToWrite(entry.shape, dtype, lambda: entry.read(dtype))
 
 
 def _report(
@@ -131,7 +137,7 @@ def _config_text(config: ModelConfig, sections: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def _written(folder: Path) -> Iterator[Path]:
+def written_folder(folder: Path) -> Iterator[Path]:
     """A fresh folder beside the target; what was put in it appears in the target at the end.
 
     A new target appears in one step. In an existing one the files change places one by one.
@@ -153,7 +159,7 @@ def _written(folder: Path) -> Iterator[Path]:
         shutil.rmtree(fresh, ignore_errors=True)
 
 
-def _write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
