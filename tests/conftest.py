@@ -1,6 +1,7 @@
 """Where tests find the reference cases, and how properties are tried."""
 
 import os
+import signal
 from pathlib import Path
 
 import hypothesis
@@ -11,6 +12,10 @@ hypothesis.settings.register_profile(
     "piston", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("piston")
+
+# A shell that runs the tests in the background makes all processes ignore Ctrl-C; tests send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REPOSITORY = Path(__file__).parent.parent
 SHARED_REFERENCE = Path(

@@ -148,7 +148,7 @@ def test_robots_in_step_share_batches(run, policy):
 
 
 def test_who_is_due_but_does_not_come_costs_the_wait_and_no_more(run):
-    ask = run(max_wait=0.2)
+    ask = run(max_wait=1.0)
     for number in range(3):
         assert ask(number, "partner").wait(5)
     began = time.perf_counter()
@@ -156,8 +156,8 @@ def test_who_is_due_but_does_not_come_costs_the_wait_and_no_more(run):
     first = time.perf_counter() - began
     began = time.perf_counter()
     assert ask(4, "robot").wait(5)
-    assert 0.1 < first < 1.0
-    assert time.perf_counter() - began < 0.15
+    assert 0.5 < first < 3.0
+    assert time.perf_counter() - began < 0.7
 
 
 def test_requests_of_a_connection_that_is_gone_are_dropped(run, policy):

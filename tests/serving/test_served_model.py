@@ -65,7 +65,7 @@ def test_the_model_refuses_what_it_cannot_use(start, connect, model_policy):
         "'state' is missing": {key: value for key, value in good.items() if key != "state"},
         r"shape \(15,\)": {**good, "state": np.zeros(15)},
         "NaN": {**good, "state": np.full(14, np.nan)},
-        "noise has shape": {**good, "noise": np.zeros((2, 2))},
+        "noise is": {**good, "noise": np.zeros((2, 2))},
         "images": {**good, "images": np.zeros(3)},
         "uint8|shape|image": {**good, "images": {"cam_high": np.zeros((2, 2))}},
     }

@@ -28,11 +28,11 @@ def _tip_and_axes(side: str, joints: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 @given(
     st.sampled_from(["left", "right"]),
-    st.floats(-0.15, 0.15),
+    st.floats(-0.1, 0.1),
     st.floats(0.4, 0.6),
-    st.floats(0.05, 0.25),
+    st.floats(0.05, 0.2),
     st.floats(-0.4, 0.4),
-    st.floats(0.0, 1.3),
+    st.floats(0.0, 1.2),
     st.floats(-1.5, 1.5),
 )
 def test_the_gripper_is_where_it_was_asked_to_be(side, x, y, z, yaw, pitch, roll):
