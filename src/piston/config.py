@@ -61,6 +61,8 @@ class DataConfig:
 
     # The data set; None where there is none, as when a policy only serves.
     repo_id: str | None = None
+    # Which of its episodes: "0:50", "3,7,9-12", or all but some: "!7".
+    episodes: str | None = None
     assets_dir: str | None = None
     asset_id: str | None = None
     norm_stats: Mapping[str, NormStats] | None = None
@@ -169,6 +171,8 @@ class DataConfigFactory(abc.ABC):
 
     # The data set: a folder, or owner/name on the hub.
     repo_id: str = tyro.MISSING
+    # Which of its episodes: 0:50 or 3,7,9-12, without some: !7; None: all.
+    episodes: str | None = None
     # Where its statistics are.
     assets: AssetsConfig = AssetsConfig()
     # The prompt is the text of the frame's task in the data set.
@@ -187,6 +191,7 @@ class DataConfigFactory(abc.ABC):
         repo_id = None if self.repo_id is tyro.MISSING else self.repo_id
         return DataConfig(
             repo_id=repo_id,
+            episodes=self.episodes,
             assets_dir=self.assets.assets_dir or str(assets_dirs),
             asset_id=self.assets.asset_id or _asset_name(repo_id),
             model_transforms=ModelTransformFactory(self.default_prompt)(model_config),
@@ -304,7 +309,7 @@ class TrainConfig:
     gradient_accumulation: int = 1
     # Compute activations again in the backward pass instead of keeping them.
     gradient_checkpointing: bool = False
-    # Compile the loss with torch.compile.
+    # Compile the layers with torch.compile.
     compile: bool = False
     # How several processes (torchrun) share the work: ddp copies the model, fsdp cuts it up.
     sharding: Sharding = "none"

@@ -33,8 +33,15 @@ def picture(number: int, black: bool = False) -> np.ndarray:
     return image
 
 
-def write_video(path: Path, pictures, codec: str = "h264", fps: int = FPS, start: int = 0) -> None:
-    """`start` shifts all frames by so many frame times."""
+def write_video(
+    path: Path,
+    pictures,
+    codec: str = "h264",
+    fps: int = FPS,
+    start: int = 0,
+    gap: int | None = None,
+) -> None:
+    """`start` shifts all frames by so many frame times, `gap` those from this one on by one."""
     name, options = ENCODERS[codec]
     path.parent.mkdir(parents=True, exist_ok=True)
     with av.open(str(path), "w") as container:
@@ -43,7 +50,8 @@ def write_video(path: Path, pictures, codec: str = "h264", fps: int = FPS, start
         stream.time_base = Fraction(1, fps)
         for number, image in enumerate(pictures):
             frame = av.VideoFrame.from_ndarray(image, "rgb24")
-            frame.pts, frame.time_base = number + start, Fraction(1, fps)
+            late = start + (gap is not None and number >= gap)
+            frame.pts, frame.time_base = number + late, Fraction(1, fps)
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
 

@@ -199,6 +199,11 @@ def test_a_bad_number_or_image_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"episode_1.hdf5: /observations/images/cam_high, step 3"):
         convert_aloha_hdf5(tmp_path, tmp_path / "set", "task", images="image")
     assert not (tmp_path / "set").exists()
+    (tmp_path / "episode_2.hdf5").write_bytes((tmp_path / "episode_0.hdf5").read_bytes())
+    (tmp_path / "episode_0.hdf5").write_bytes(b"not HDF5")
+    done = convert_aloha_hdf5(tmp_path, tmp_path / "set", "task", images="image", skip_broken=True)
+    assert sorted(done.skipped) == ["episode_0.hdf5", "episode_1.hdf5"]
+    assert (done.num_episodes, done.num_frames, len(open_dataset(tmp_path / "set"))) == (1, 6, 6)
 
 
 def test_what_is_no_episode_is_refused(tmp_path: Path) -> None:

@@ -76,11 +76,11 @@ def test_another_size_than_declared_is_told(tmp_path):
 
 def test_frames_at_other_times_stop_training(tmp_path, capsys):
     folder = Folder(tmp_path / "set")
-    write_video(folder.video_path(1), folder.pictures(1), fps=FPS + 2)
+    write_video(folder.video_path(1), folder.pictures(1), gap=1)
     _one(folder, "error", f"episode 1, {TOP}", "frame 1", "no frame at 0.1")
     assert main(["data", "check", str(folder.root)]) == 1
     assert "training cannot use it" in capsys.readouterr().out
-    assert "leave the episode out" in check_dataset(folder.root)[0].consequence
+    assert "--data.episodes" in check_dataset(folder.root)[0].consequence
     without = open_dataset(folder.root, episodes="0,2")
     assert len([without[index] for index in range(len(without))]) == 27
 
@@ -124,11 +124,11 @@ def test_a_set_without_a_readable_episode_is_not_usable(tmp_path):
         ({"action": None}, "warning", "its data file has no column 'action'"),
         (
             {"action": pa.array([[1.0, np.nan, 0.0]] * 9)},
-            "warning",
+            "error",
             "action is not a finite number",
         ),
         ({"action": pa.array([[1.0, 2.0]] * 9)}, "error", "action is float64[2], in other files"),
-        ({"action": pa.array([[1.0] * 3] * 8 + [None])}, "error", "without a value"),
+        ({"action": pa.array([[1.0] * 3] * 8 + [None])}, "warning", "without a value"),
     ],
 )
 def test_rows_are_looked_through(tmp_path, changes, severity, what):
@@ -163,7 +163,16 @@ def test_two_episodes_cannot_have_the_same_frames(tmp_path):
     rows = [folder.episode_row(episode) for episode in range(3)]
     rows[2][f"videos/{TOP}/from_timestamp"] -= 3 / FPS
     folder.write_episodes(rows)
-    _one(folder, "error", f"episode 2, {TOP}", "before episode 1 has ended")
+    problems = check_dataset(folder.root)
+    assert [(p.episode, p.camera) for p in problems if p.leaves_out] == [(1, TOP), (2, TOP)]
+    assert [episode.index for episode in open_dataset(folder.root).episodes] == [0]
+
+
+def test_a_video_at_another_rate_is_left_out(tmp_path):
+    folder = Folder(tmp_path / "set")
+    write_video(folder.video_path(1), folder.pictures(1), fps=FPS + 2)
+    _one(folder, "warning", f"episode 1, {TOP}", "has 12 frames per second, declared are 10")
+    assert [episode.index for episode in open_dataset(folder.root).episodes] == [0, 2]
 
 
 def test_what_the_check_passes_is_read_to_the_end(tmp_path):

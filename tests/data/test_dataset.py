@@ -298,7 +298,7 @@ def test_frames_follow_the_rows_when_the_clock_began_late(tmp_path):
 
 def test_a_video_whose_frames_are_elsewhere_is_refused_not_guessed(tmp_path):
     folder = Folder(tmp_path / "set")
-    write_video(folder.video_path(1), folder.pictures(1), fps=FPS + 2)
+    write_video(folder.video_path(1), folder.pictures(1), gap=1)
     dataset = open_dataset(folder.root)
     dataset[12]  # at 0 s there is a frame
     with pytest.raises(
@@ -337,10 +337,21 @@ def test_pictures_may_lie_beside_the_table(tmp_path):
     [
         (pa.array([[1.0, 2.0, 3.0]] * 8 + [None]), "without a value"),
         (pa.array([[1.0, 2.0, 3.0]] * 8 + [[1.0]]), "different lengths"),
-        (pa.array([[1.0, 2.0]] * 9), "in the files before"),
     ],
 )
-def test_a_column_that_is_no_array_is_refused_at_the_first_item(tmp_path, column, message):
+def test_a_column_that_is_no_array_costs_its_episode(tmp_path, column, message, caplog):
+    folder = Folder(tmp_path / "set")
+    folder.rewrite(1, action=column)
+    dataset = open_dataset(folder.root)
+    assert [episode.index for episode in dataset.episodes] == [0, 2]
+    assert message in caplog.text
+    assert dataset[len(dataset) - 1]["action"].shape == (3,)
+
+
+@pytest.mark.parametrize(
+    ("column", "message"), [(pa.array([[1.0, 2.0]] * 9), "in the files before")]
+)
+def test_a_column_of_another_shape_is_refused_at_the_first_item(tmp_path, column, message):
     folder = Folder(tmp_path / "set")
     folder.rewrite(1, action=column)
     dataset = open_dataset(folder.root)

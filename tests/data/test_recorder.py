@@ -275,6 +275,7 @@ def test_what_cannot_be_recorded_is_refused_at_once(tmp_path: Path) -> None:
     refused("even height and width, found 63x96", features=odd)
     refused("recording writes v3.0 or v2.1", version="v2.0")
     refused("fps must be positive", fps=0)
+    refused("fps must be positive", fps=float("inf"))
     refused("'vp9' is not one of av1, h264", codec="vp9")
     refused("no features", features={})
     refused("'depth': images are", features={"depth": {"dtype": "image", "shape": (4, 4, 1)}})

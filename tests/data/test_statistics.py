@@ -316,6 +316,7 @@ def test_the_command_writes_where_the_preset_looks_and_warns_by_name(
     assert "joint_3 (dimension 3) never moves" in shown
     assert "state: joint_9 has far outliers" in shown
     assert "240 of 240 frames" in shown
+    assert "exact" in shown
     assert "█" in shown
     written = read_norm_stats(tmp_path / "assets" / "pi0_aloha_sim" / "mine")
     state = open_dataset(aloha_set, cameras=()).column("observation.state").astype(np.float64)
@@ -324,7 +325,14 @@ def test_the_command_writes_where_the_preset_looks_and_warns_by_name(
     assert list(json.loads(text)["norm_stats"]) == ["state", "actions"]
 
     assert main(["stats", "pi0_aloha_sim", *overrides, "--max-frames", "50"]) == 0
-    assert "50 of 240 frames" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "50 of 240 frames" in shown
+    assert "exact" not in shown
+    assert "a random choice of 50 frames: one standard error of a mean is 0.13 std" in shown
+
+    assert main(["stats", "pi0_aloha_sim", *overrides, "--data.episodes", "!1"]) == 0
+    shown = capsys.readouterr().out
+    assert "far outliers" not in shown
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,9 @@ def _episodes(indices):
         ("0:100", [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]),
         ("3,7,8-9", [3, 7, 8, 9]),
         (" 5 , 1:3 ", [1, 2, 5]),
+        ("!7", [0, 1, 2, 3, 4, 5, 6, 8, 9]),
+        ("0:4,!1", [0, 2, 3]),
+        ("! 2-8", [0, 1, 9]),
         ([7, 3, 3], [3, 7]),
         (np.array([1, 2]), [1, 2]),
         (range(2), [0, 1]),
@@ -43,6 +46,12 @@ def test_episodes_are_chosen_in_their_own_order(choice, expected):
         ("first", "names no episodes"),
         ("", "names no episodes"),
         ("1--3", "names no episodes"),
+        ("!12", "Episodes 12 were asked for"),
+        ("!", "names no episodes"),
+        ("3,!3", "leaves none"),
+        ([True, False], "by their numbers"),
+        (np.zeros(10, bool), "by their numbers"),
+        ([1.5], "by their numbers"),
     ],
 )
 def test_what_names_no_episode_is_refused(choice, message):

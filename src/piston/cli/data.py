@@ -12,7 +12,7 @@ from rich.table import Table
 
 from piston.cli import data_convert
 from piston.cli.screen import console
-from piston.data.check import check_dataset, usable
+from piston.data.check import check_dataset, readable_cameras, readable_episodes, usable
 from piston.data.episodes import Problem
 from piston.data.location import locate
 from piston.data.metadata import Metadata
@@ -47,7 +47,11 @@ def check(args: list[str]) -> int:
         for severity in COLOURS
     )
     verdict = "[green]training can use it[/green]" if ok else "[red]training cannot use it[/red]"
-    screen.print(f"{escape(path)}: {counts}: {verdict}")
+    metadata = Metadata.read(locate(path))
+    num_read, num_all = len(readable_episodes(metadata, problems)), len(metadata.episodes)
+    cameras = ", ".join(readable_cameras(metadata, problems)) or "none"
+    what = f"{num_read} of {num_all} episodes, cameras: {cameras}; {counts}"
+    screen.print(f"{escape(path)}: {escape(what)}: {verdict}", soft_wrap=True)
     return 0 if ok else 1
 
 

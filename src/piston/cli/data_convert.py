@@ -25,7 +25,7 @@ class ConvertArguments:
     source: Annotated[str, tyro.conf.Positional]
     # The new folder.
     target: Annotated[Path, tyro.conf.Positional]
-    # The sentence of all episodes: for HDF5 episodes, and for sets that have no tasks.
+    # The sentence of all HDF5 episodes, and of episodes of a set that name no task.
     task: str | None = None
     # Frames per second of HDF5 episodes.
     fps: float = 50

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -55,11 +56,25 @@ def run(args: list[str]) -> int:
         console().print(f"[yellow]warning:[/yellow] {warning}", highlight=False)
     path = write_norm_stats(folder, {key: s.norm_stats for key, s in statistics.items()})
     console().print(
-        f"{num_frames:,} of {len(columns):,} frames in {seconds:.1f} s; exact. Written: {path}",
+        f"{num_frames:,} of {len(columns):,} frames in {seconds:.1f} s; "
+        f"{precision(num_frames, len(columns))}. Written: {path}",
         highlight=False,
         soft_wrap=True,
     )
     return 0
+
+
+def precision(num_chosen: int, num_frames: int) -> str:
+    """How far the statistics may be from those of all frames, in words."""
+    if num_chosen >= num_frames:
+        return "exact"
+    # Chosen without putting back: the closer to all of them, the smaller the error.
+    share = math.sqrt((1 - num_chosen / num_frames) / num_chosen)
+    rank = math.sqrt(0.01 * 0.99) * share
+    return (
+        f"of a random choice of {num_chosen:,} frames: one standard error of a mean is "
+        f"{share:.2g} std, q01 is the quantile 0.01 ± {rank:.1g} and q99 0.99 ± {rank:.1g}"
+    )
 
 
 def _parse(args: Sequence[str]) -> tuple[TrainConfig, int | None]:

@@ -61,9 +61,10 @@ def convert_aloha_hdf5(
     `task` is the sentence for all episodes, or a function that gives it for a file. `bgr` says
     that the files hold blue first. `images` is "video", or "image" for PNG without any loss.
     """
+    if images not in ("video", "image"):
+        raise ValueError(f'images must be "video" or "image", found {images!r}')
     files = episode_files(source)
-    with _open(files[0]) as first:
-        features = _features(first, images)
+    features = _first_features(files, images, skip_broken)
     broken, lengths = _check_files(files, features, skip_broken)
     kept = [path for path in files if path not in broken]
     total, done = sum(lengths[path] for path in kept), 0
@@ -76,16 +77,34 @@ def convert_aloha_hdf5(
     ):
         for path in kept:
             sentence = task if isinstance(task, str) else task(path)
-            for step, frame in enumerate(_frames(path, features, bgr)):
-                try:
-                    recorder.add_frame(frame, sentence)
-                except FrameError as error:
-                    raise ValueError(f"{path}, step {step}: {error}") from error
-            recorder.save_episode()
+            try:
+                _record(recorder, path, features, bgr, sentence)
+            except ValueError as error:
+                recorder.discard_episode()
+                if not skip_broken:
+                    raise
+                logger.warning("left out: %s", error)
+                broken[path] = str(error)
+            else:
+                recorder.save_episode()
             done += lengths[path]
             if progress is not None:
                 progress(done, total)
-    return Conversion(Path(target), len(kept), total, {p.name: why for p, why in broken.items()})
+        if len(broken) == len(files):
+            raise ValueError(f"none of the {len(files)} files can be converted")
+        num_episodes, num_frames = recorder.num_episodes, recorder.num_frames
+    skipped = {path.name: why for path, why in broken.items()}
+    return Conversion(Path(target), num_episodes, num_frames, skipped)
+
+
+def _record(
+    recorder: Recorder, path: Path, features: dict[str, Any], bgr: bool, sentence: str
+) -> None:
+    for step, frame in enumerate(_frames(path, features, bgr)):
+        try:
+            recorder.add_frame(frame, sentence)
+        except FrameError as error:
+            raise ValueError(f"{path}, step {step}: {error}") from error
 
 
 def episode_files(source: str | Path | Sequence[str | Path]) -> list[Path]:
@@ -121,10 +140,20 @@ def _open(path: Path) -> Any:
         raise ValueError(f"{path} is not a readable HDF5 file: {error}") from error
 
 
+def _first_features(files: Sequence[Path], images: str, skip_broken: bool) -> dict[str, Any]:
+    """Of the first file; of the first that can be read where others are skipped."""
+    for path in files:
+        try:
+            with _open(path) as file:
+                return _features(file, images)
+        except ValueError:
+            if not skip_broken:
+                raise
+    raise ValueError(f"none of the {len(files)} files can be converted")
+
+
 def _features(file: Any, images: str) -> dict[str, dict[str, Any]]:
     """What the file holds, cameras first."""
-    if images not in ("video", "image"):
-        raise ValueError(f'images must be "video" or "image", found {images!r}')
     features: dict[str, dict[str, Any]] = {}
     for camera in sorted(file.get(IMAGES, ())):
         height, width, _ = _image(file[IMAGES][camera], 0).shape
@@ -182,19 +211,26 @@ def _length(file: Any, features: dict[str, Any]) -> int:
 
 
 def _frames(path: Path, features: dict[str, Any], bgr: bool) -> Iterator[dict[str, np.ndarray]]:
-    with _open(path) as file:
-        states = {key: file[STATES[key]][:].astype(np.float32) for key in features if key in STATES}
-        cameras = {
-            key: file[IMAGES][key.removeprefix("observation.images.")]
-            for key in features
-            if key not in STATES
-        }
-        for step in range(len(states["action"])):
-            frame = {key: values[step] for key, values in states.items()}
-            for key, pictures in cameras.items():
-                picture = _image(pictures, step)
-                frame[key] = picture[:, :, ::-1] if bgr else picture
-            yield frame
+    try:
+        with _open(path) as file:
+            yield from _steps(file, features, bgr)
+    except OSError as error:  # a damaged part is only met when it is read
+        raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def _steps(file: Any, features: dict[str, Any], bgr: bool) -> Iterator[dict[str, np.ndarray]]:
+    states = {key: file[STATES[key]][:].astype(np.float32) for key in features if key in STATES}
+    cameras = {
+        key: file[IMAGES][key.removeprefix("observation.images.")]
+        for key in features
+        if key not in STATES
+    }
+    for step in range(len(states["action"])):
+        frame = {key: values[step] for key, values in states.items()}
+        for key, pictures in cameras.items():
+            picture = _image(pictures, step)
+            frame[key] = picture[:, :, ::-1] if bgr else picture
+        yield frame
 
 
 def _image(pictures: Any, step: int) -> UInt8[np.ndarray, "h w 3"]:

@@ -41,7 +41,7 @@ from piston.transforms.images import resize_with_pad
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 
 
 class CameraCache:
@@ -52,10 +52,11 @@ class CameraCache:
         self.folder = home_folder / _folder_name(metadata, camera, pixels)
         self._num_frames = metadata.total_frames
         self._positions = {episode.index: i for i, episode in enumerate(metadata.episodes)}
+        self.starts = first_rows(metadata)
         self._frames: np.ndarray | None = None
 
     def __getitem__(self, row: int) -> UInt8[np.ndarray, "p p 3"]:
-        """By the row in the set's global order. A copy: the file stays as it is."""
+        """By the row in this file, see `starts`. A copy: the file stays as it is."""
         if self._frames is None:
             self._frames = np.load(self.folder / "frames.npy", mmap_mode="r")
         return np.array(self._frames[row])
@@ -140,12 +141,16 @@ class CachedFrames:
         self._dataset, self._numbers = dataset, numbers
         self.caches = {c: CameraCache(dataset.metadata, c, pixels, where) for c in dataset.cameras}
         self._first = dataset.episode_bounds[:, 0]
-        self._offset = np.array([episode.start for episode in dataset.episodes]) - self._first
+        starts = first_rows(dataset.metadata)
+        self._offset = np.array([starts[e.index] for e in dataset.episodes]) - self._first
 
     def __len__(self) -> int:
         return len(self._numbers)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"There is no frame {index}; the data set has {len(self)}.")
+        index %= len(self)
         row = index + int(self._offset[np.searchsorted(self._first, index, side="right") - 1])
         return self._numbers[index] | {camera: cache[row] for camera, cache in self.caches.items()}
 
@@ -186,7 +191,7 @@ class CachedFrames:
                     row = first[episode.index] + frame
                     image = self._dataset.frame(row, [cache.camera])[cache.camera]
                     small = resize_with_pad(image, cache.pixels, cache.pixels)
-                    writer.write(episode.start + frame, small)
+                    writer.write(cache.starts[episode.index] + frame, small)
                     advance(1)
                 writer.flush()
                 with marking:
@@ -206,6 +211,15 @@ class CachedFrames:
                 stopped.set()
                 pool.shutdown(cancel_futures=True)
                 raise
+
+
+def first_rows(metadata: Metadata) -> dict[int, int]:
+    """Where each episode begins in a file of all frames.
+
+    Counted here: what a data set says of it (`dataset_from_index`) may repeat or leave gaps.
+    """
+    ends = np.cumsum([episode.length for episode in metadata.episodes])
+    return {e.index: int(end) - e.length for e, end in zip(metadata.episodes, ends)}
 
 
 def _acquire(cache: CameraCache, locks: contextlib.ExitStack) -> None:

@@ -8,7 +8,6 @@ reader leaves out by itself is a `warning`, unless no episode remains.
 from __future__ import annotations
 
 import collections
-import itertools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -21,14 +20,15 @@ from piston.data.check_rows import check_rows
 from piston.data.columns import find_rows
 from piston.data.episodes import Episode, FileListing, Problem
 from piston.data.images import ImageRows
-from piston.data.intact import Findings, look_over
+from piston.data.intact import CAMERA_IGNORED, Findings, look_over
 from piston.data.location import locate
 from piston.data.metadata import Metadata
-from piston.data.mp4 import CutFileError, count_frames
+from piston.data.mp4 import CutFileError, read_header
+from piston.data.processors import num_usable_cpus
 from piston.data.video import TOLERANCE_S, VideoError, VideoReader
 
 BLACK = 20  # the brightest gray value of a frame that shows nothing (video black is 16)
-STOPS = "reading it stops training; leave the episode out or replace the file"
+STOPS = "training stops there; leave the episode out (--data.episodes '!N') or replace the file"
 
 Progress = Callable[[int, int], None]  # frames and rows done, in all
 
@@ -41,18 +41,21 @@ def check_dataset(
 ) -> list[Problem]:
     """Every problem, the worst first. Raises only where there is no data set to check."""
     metadata = Metadata.read(locate(path_or_repo_id))
-    findings = look_over(metadata)
+    findings = look_over(metadata, tolerance_s)
     work = _Work(metadata, findings, tolerance_s, progress)
     problems = [
         *findings.problems,
         *_strangers(metadata),
-        *_shared_frames(metadata),
         *work.rows(),
         *work.pictures(),
         *work.videos(),
     ]
-    if len(findings.left_out(metadata.cameras)) == len(metadata.episodes):
+    if not readable_episodes(metadata, problems):
         what = "no episode can be read with all cameras"
+        problems.append(Problem("error", "data set", what, "training cannot use it"))
+    declared = any(feature.is_camera for feature in metadata.features.values())
+    if declared and not readable_cameras(metadata, problems):
+        what = "cameras are declared, none of them has files"
         problems.append(Problem("error", "data set", what, "training cannot use it"))
     rank = {"error": 0, "warning": 1, "note": 2}
     return sorted(problems, key=lambda problem: rank[problem.severity])
@@ -61,6 +64,18 @@ def check_dataset(
 def usable(problems: Iterable[Problem]) -> bool:
     """Whether training can use the set."""
     return all(problem.severity != "error" for problem in problems)
+
+
+def readable_episodes(metadata: Metadata, problems: Iterable[Problem]) -> list[Episode]:
+    """Those that a reader of all cameras gets."""
+    left_out = Findings(tuple(problems), frozenset()).left_out(metadata.cameras)
+    return [episode for episode in metadata.episodes if episode.index not in left_out]
+
+
+def readable_cameras(metadata: Metadata, problems: Iterable[Problem]) -> list[str]:
+    """Those that have files."""
+    ignored = {problem.where for problem in problems if problem.consequence == CAMERA_IGNORED}
+    return [camera for camera in metadata.cameras if camera not in ignored]
 
 
 class _Work:
@@ -79,6 +94,7 @@ class _Work:
         self._progress = progress
         self._lock = threading.Lock()
         self._done = 0
+        self._stopped = threading.Event()
         unreadable = findings.left_out(())
         self._episodes = [e for e in metadata.episodes if e.index not in unreadable]
         self._images = [
@@ -128,9 +144,14 @@ class _Work:
         by_file: dict[str, list[tuple[Episode, str]]] = collections.defaultdict(list)
         for episode, camera in self._filmed():
             by_file[episode.videos[camera].path].append((episode, camera))
-        with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-            found = pool.map(lambda item: self._video(*item), by_file.items())
-            return [problem for problems in found for problem in problems]
+        with ThreadPoolExecutor(max_workers=num_usable_cpus()) as pool:
+            try:
+                found = pool.map(lambda item: self._video(*item), by_file.items())
+                return [problem for problems in found for problem in problems]
+            except BaseException:  # Ctrl-C: a long video must not be waited for
+                self._stopped.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
 
     def _video(self, path: str, inside: list[tuple[Episode, str]]) -> list[Problem]:
         whole = self._metadata.root / path
@@ -158,6 +179,8 @@ class _Work:
         where, black, number = f"episode {episode.index}, {camera}", [], 0
         try:
             for frame in frames:
+                if self._stopped.is_set():
+                    return []
                 if frame.max() <= BLACK:
                     black.append(number)
                 self._count(1)
@@ -185,17 +208,17 @@ class _Work:
 
     def _surplus(self, path: Path, inside: list[tuple[Episode, str]]) -> list[Problem]:
         try:
-            count = count_frames(path)
+            header = read_header(path)
         except CutFileError:
             return []  # told by `look_over`
         needed = max(
             round(episode.videos[camera].start * self._metadata.fps) + episode.length
             for episode, camera in inside
         )
-        if count is None or count <= needed:
+        if header is None or header.num_frames <= needed:
             return []
         where = path.relative_to(self._metadata.root).as_posix()
-        what = f"{count} frames, the episodes have {needed}"
+        what = f"{header.num_frames} frames, the episodes have {needed}"
         return [Problem("note", where, what, "the frames at the end are not used")]
 
 
@@ -212,20 +235,6 @@ def _strangers(metadata: Metadata) -> Iterator[Problem]:
     for folder, count in by_folder.items():
         what = f"{count} files that no listed episode and no declared camera refers to"
         yield Problem("note", folder, what, "they are not read")
-
-
-def _shared_frames(metadata: Metadata) -> Iterator[Problem]:
-    """Two episodes of one file must not claim the same frames."""
-    for camera in metadata.cameras:
-        filmed = [episode for episode in metadata.episodes if camera in episode.videos]
-        filmed.sort(key=lambda e: (e.videos[camera].path, e.videos[camera].start))
-        for one, two in itertools.pairwise(filmed):
-            here, there = one.videos[camera], two.videos[camera]
-            last = here.start + (one.length - 0.5) / metadata.fps
-            if here.path == there.path and there.start < last:
-                where = f"episode {two.index}, {camera}"
-                what = f"begins at {there.start} s, before episode {one.index} has ended"
-                yield Problem("error", where, what, STOPS, two.index, camera)
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 
 import numpy as np
 
-from piston.data.columns import find_rows, read_table, to_array
-from piston.data.episodes import Episode, Problem, Severity
+from piston.data.columns import Rows, read_rows
+from piston.data.episodes import Episode, Problem, Severity, episode_problem
 from piston.data.metadata import DERIVED, Metadata
 
-STOPS = "reading it stops training; leave the episode out or write the file anew"
+STOPS = "training stops there; leave the episode out (--data.episodes '!N') or write it anew"
 TIME_TOLERANCE_S = 1e-3  # recorded times are for people; frames are found by number
 
 ProblemOf = Callable[[Severity, str, str], Problem]  # severity, what, consequence; of one episode
@@ -36,60 +35,36 @@ def check_rows(
     first: dict[str, np.ndarray] = {}
     for path, inside in by_file.items():
         count = sum(episode.length for episode in inside)
-        yield list(_check_file(metadata, metadata.root / path, inside, keys, first)), count
-
-
-def _check_file(
-    metadata: Metadata,
-    path: Path,
-    episodes: list[Episode],
-    keys: list[str],
-    first: dict[str, np.ndarray],
-) -> Iterator[Problem]:
-    names = ", ".join(str(episode.index) for episode in episodes[:8])
-    where = f"episode {names}" + (" …" if len(episodes) > 8 else "")
-    arrays = {}
-    try:
-        table = read_table(path, keys)
-        rows = find_rows(metadata, path, episodes, table.num_rows)
-    except ValueError as error:
-        yield Problem("error", where, str(error), STOPS)
-        return
-    for key in keys:
-        shape = metadata.features[key].shape if key in metadata.features else ()
-        try:
-            arrays[key] = to_array(table[key], shape, path, key)
-        except ValueError as error:
-            yield Problem("error", where, str(error), STOPS)
-            continue
-        yield from _unlike_others(metadata, key, arrays[key], first, where)
-        first.setdefault(key, arrays[key][:0])
-    for episode in episodes:
-        own = {key: array[rows[episode.index]] for key, array in arrays.items()}
-        yield from _check_episode(metadata, episode, own)
+        rows, wrong = read_rows(metadata, metadata.root / path, inside, keys)
+        problems = [episode_problem(index, what) for index, what in wrong.items()]
+        for episode in inside:
+            if episode.index in rows:
+                problems += _unlike_others(metadata, episode.index, rows[episode.index], first)
+                problems += _check_episode(metadata, episode, rows[episode.index])
+        yield problems, count
 
 
 def _unlike_others(
-    metadata: Metadata, key: str, array: np.ndarray, first: dict[str, np.ndarray], where: str
+    metadata: Metadata, episode: int, rows: Rows, first: dict[str, np.ndarray]
 ) -> Iterator[Problem]:
-    found = f"{key} is {array.dtype}{list(array.shape[1:])}"
-    before = first.get(key)
-    if before is None:
-        declared = metadata.features.get(key)
-        # A plain value is declared with shape [1].
-        if declared and (array.shape[1:] or (1,)) != (declared.shape or (1,)):
-            what = f"{found}, declared is {list(declared.shape)}"
-            yield Problem("warning", key, what, "read as the files have it")
-    elif before.shape[1:] != array.shape[1:] or not np.can_cast(
-        array.dtype, before.dtype, "same_kind"
-    ):
-        what = f"{found}, in other files {before.dtype}{list(before.shape[1:])}"
-        yield Problem("error", where, what, STOPS)
+    for key, array in rows.items():
+        found = f"{key} is {array.dtype}{list(array.shape[1:])}"
+        before = first.get(key)
+        if before is None:
+            first[key] = array[:0].copy()  # a copy: it keeps nothing in memory
+            declared = metadata.features.get(key)
+            # A plain value is declared with shape [1].
+            if declared and (array.shape[1:] or (1,)) != (declared.shape or (1,)):
+                what = f"{found}, declared is {list(declared.shape)}"
+                yield Problem("warning", key, what, "read as the files have it")
+        elif before.shape[1:] != array.shape[1:] or not np.can_cast(
+            array.dtype, before.dtype, "same_kind"
+        ):
+            what = f"{found}, in other files {before.dtype}{list(before.shape[1:])}"
+            yield Problem("error", f"episode {episode}", what, STOPS, episode)
 
 
-def _check_episode(
-    metadata: Metadata, episode: Episode, own: dict[str, np.ndarray]
-) -> Iterator[Problem]:
+def _check_episode(metadata: Metadata, episode: Episode, own: Rows) -> Iterator[Problem]:
     def problem(severity: Severity, what: str, consequence: str) -> Problem:
         return Problem(severity, f"episode {episode.index}", what, consequence, episode.index)
 
@@ -98,7 +73,7 @@ def _check_episode(
             axes = tuple(range(1, array.ndim))
             bad = np.flatnonzero(~np.isfinite(array).all(axis=axes))
             what = f"{key} is not a finite number in {len(bad)} rows, the first is {bad[0]}"
-            yield problem("warning", what, "a loss or statistics that use it become NaN")
+            yield problem("error", what, STOPS)
     steps = np.arange(episode.length)
     expected = {"frame_index": steps, "index": steps + episode.start}
     for key, numbers in expected.items():

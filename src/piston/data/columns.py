@@ -22,6 +22,8 @@ import pyarrow.parquet as pq
 from piston.data.episodes import Episode
 from piston.data.metadata import DERIVED, Metadata
 
+Rows = dict[str, np.ndarray]  # of one episode, by key
+
 _THREADS = 4  # small files: mostly waiting
 
 
@@ -63,6 +65,22 @@ class Columns:
             for key in missing:
                 self._values[key].flags.writeable = False
 
+    def unreadable(self) -> dict[int, str]:
+        """Reads everything, and keeps it; or tells the episodes whose rows cannot be read."""
+        try:
+            self.load(self.keys)
+            return {}
+        except ValueError:
+            pass
+        by_file: dict[str, list[Episode]] = collections.defaultdict(list)
+        for episode in self._episodes:
+            by_file[episode.data_path].append(episode)
+        keys = [key for key in self.keys if key in self._stored]
+        wrong: dict[int, str] = {}
+        for path, inside in by_file.items():
+            wrong |= read_rows(self._metadata, self._metadata.root / path, inside, keys)[1]
+        return wrong
+
     def _read(self, keys: list[str]) -> dict[str, np.ndarray]:
         by_file: dict[str, list[int]] = collections.defaultdict(list)
         for position, episode in enumerate(self._episodes):
@@ -70,45 +88,31 @@ class Columns:
         result: dict[str, np.ndarray] = {}
         with ThreadPoolExecutor(max_workers=min(_THREADS, len(by_file))) as pool:
             files = pool.map(self._read_file, by_file, by_file.values(), itertools.repeat(keys))
-            for positions, (rows, values) in zip(by_file.values(), files):
-                for key in keys:
-                    if key not in result:
-                        shape = (int(self._starts[-1]), *values[key].shape[1:])
-                        result[key] = np.empty(shape, values[key].dtype)
-                    for position in positions:
-                        self._copy(key, position, values[key], rows, result[key])
+            for positions, rows in zip(by_file.values(), files):
+                for position in positions:
+                    for key, values in rows[self._episodes[position].index].items():
+                        if key not in result:
+                            shape = (int(self._starts[-1]), *values.shape[1:])
+                            result[key] = np.empty(shape, values.dtype)
+                        self._copy(key, position, values, result[key])
         return result
 
-    def _copy(
-        self,
-        key: str,
-        position: int,
-        values: np.ndarray,
-        rows: dict[int, slice],
-        out: np.ndarray,
-    ) -> None:
+    def _copy(self, key: str, position: int, found: np.ndarray, out: np.ndarray) -> None:
         episode, start, stop = self._episodes[position], *self._starts[position : position + 2]
-        found = values[rows[episode.index]]
         if found.shape[1:] != out.shape[1:] or not np.can_cast(found.dtype, out.dtype, "same_kind"):
             raise ValueError(
                 f"{episode.data_path}: {key} is {found.dtype}{list(found.shape[1:])}, in the files "
-                f"before it is {out.dtype}{list(out.shape[1:])}. Leave out episode {episode.index} "
-                "or write the file anew."
+                f"before it is {out.dtype}{list(out.shape[1:])}. Leave it out "
+                f"(--data.episodes '!{episode.index}') or write the file anew."
             )
         out[start:stop] = found
 
-    def _read_file(
-        self, path: str, positions: list[int], keys: list[str]
-    ) -> tuple[dict[int, slice], dict[str, np.ndarray]]:
-        whole = self._metadata.root / path
+    def _read_file(self, path: str, positions: list[int], keys: list[str]) -> dict[int, Rows]:
         episodes = [self._episodes[position] for position in positions]
-        table = read_table(whole, keys)
-        rows = find_rows(self._metadata, whole, episodes, table.num_rows)
-        features = self._metadata.features
-        return rows, {
-            key: to_array(table[key], features[key].shape if key in features else (), whole, key)
-            for key in keys
-        }
+        found, wrong = read_rows(self._metadata, self._metadata.root / path, episodes, keys)
+        for what in wrong.values():
+            raise ValueError(what)
+        return found
 
     def _derive(self, key: str) -> np.ndarray:
         episodes = self._episodes
@@ -143,6 +147,41 @@ def read_table(path: Path, keys: Sequence[str]) -> pa.Table:
         raise ValueError(
             f"{path} cannot be read: {error}. `piston data check` lists every damaged file."
         ) from None
+
+
+def read_rows(
+    metadata: Metadata, path: Path, episodes: Sequence[Episode], keys: Sequence[str]
+) -> tuple[dict[int, Rows], dict[int, str]]:
+    """Each episode's own rows of a data file; for those that cannot be read, why."""
+    try:
+        table = read_table(path, keys)
+    except ValueError as error:
+        return {}, {episode.index: str(error) for episode in episodes}
+
+    def read(together: Sequence[Episode], table: pa.Table) -> dict[int, Rows]:
+        rows = find_rows(metadata, path, together, table.num_rows)
+        if len(together) == 1:  # what is wrong in other rows is not this one's business
+            only = rows[together[0].index]
+            table = table.slice(only.start, only.stop - only.start)
+            rows = {together[0].index: slice(0, table.num_rows)}
+        shapes = {key: metadata.features[key].shape for key in keys if key in metadata.features}
+        arrays = {key: to_array(table[key], shapes.get(key, ()), path, key) for key in keys}
+        return {
+            index: {key: array[own] for key, array in arrays.items()} for index, own in rows.items()
+        }
+
+    try:
+        return read(episodes, table), {}
+    except ValueError:
+        pass
+    found: dict[int, Rows] = {}
+    wrong: dict[int, str] = {}
+    for episode in episodes:
+        try:
+            found |= read([episode], table)
+        except ValueError as error:
+            wrong[episode.index] = str(error)
+    return found, wrong
 
 
 def find_rows(

@@ -13,11 +13,12 @@ import contextlib
 import dataclasses
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from piston.data.episode_store import plain_fps
+from piston.data.episodes import Episode
 from piston.data.features import BOOKKEEPING, IMAGE_NAMES, Features
 from piston.data.intact import look_over
 from piston.data.metadata import Metadata
@@ -62,7 +63,7 @@ def convert_to_v30(
 ) -> Conversion:
     """Writes the v2.x set `source` to `target` as v3.0; `target` appears only once it is complete.
 
-    Episodes with missing or damaged files are an error, or left out with `skip_broken`. `codec` is
+    Episodes that cannot be read to the end are an error, or left out with `skip_broken`. `codec` is
     for videos that must be encoded anew, `task` for episodes that name none.
     """
     metadata = Metadata.read(source)
@@ -73,16 +74,22 @@ def convert_to_v30(
     if broken and not skip_broken:
         raise ValueError(
             f"{source}: {len(broken)} episodes cannot be converted, the first: {_first(broken)}. "
-            f"Run: piston data check {source}. To leave them out, ask for broken ones to be skipped"
+            f"Run: piston data check {source}. To leave them out: --skip-broken (skip_broken=True)"
         )
-    features, ignored = _target_features(metadata, findings.columns)
+    kept = [episode for episode in metadata.episodes if episode.index not in broken]
+    if not kept:
+        raise ValueError(f"{source}: no episode can be read, the first: {_first(broken)}")
+    if task is not None and all(episode.tasks for episode in kept):
+        raise ValueError(
+            f"{source}: all episodes name their tasks, --task {task!r} would do nothing: do without"
+        )
+    features, ignored = _target_features(metadata, kept, findings.columns)
     sizes = {
         "chunks_size": chunks_size,
         "data_files_size_in_mb": data_files_size_in_mb,
         "video_files_size_in_mb": video_files_size_in_mb,
     }
     info = new_info_v30(plain_fps(metadata.fps), features, metadata.robot_type) | sizes
-    kept = [episode for episode in metadata.episodes if episode.index not in broken]
     with writing_target(target, overwrite, source=Path(source)) as folder:
         store = StoreV30(folder, info)
         store.start()
@@ -91,11 +98,25 @@ def convert_to_v30(
         reader = SourceEpisodes(metadata, features, folder, stats, choose_encoding(codec), task)
         total, done = sum(episode.length for episode in kept), 0
         for episode in kept:
-            store.add_episode(reader.read(episode))
+            try:
+                finished = reader.read(episode)
+            except (ValueError, FileNotFoundError) as error:
+                if not skip_broken:
+                    error.add_note(
+                        f"in episode {episode.index}; to leave such out: --skip-broken "
+                        "(skip_broken=True)"
+                    )
+                    raise
+                broken[episode.index] = str(error)
+            else:
+                store.add_episode(finished)
             done += episode.length
             if progress is not None:
                 progress(done, total)
+        if not store.num_episodes:
+            raise ValueError(f"{source}: no episode can be read, the first: {_first(broken)}")
         store.close()
+        written = {"num_episodes": store.num_episodes, "num_frames": store.num_frames}
     if reader.num_retimed:
         logger.warning(
             "%s: time stamps of %d episodes were not frame / fps: written so",
@@ -103,9 +124,8 @@ def convert_to_v30(
         )
     return Conversion(
         target=Path(target),
-        num_episodes=len(kept),
-        num_frames=total,
-        skipped={f"episode {index}": what for index, what in broken.items()},
+        **written,
+        skipped={f"episode {index}": what for index, what in sorted(broken.items())},
         ignored=ignored,
         num_encoded=reader.num_encoded,
         num_retimed=reader.num_retimed,
@@ -122,7 +142,8 @@ def writing_target(
         raise ValueError(f"{target} is the source itself: choose another folder")
     if target.exists() and not overwrite:
         raise FileExistsError(
-            f"{target} exists already: choose another folder, or ask for it to be overwritten"
+            f"{target} exists already: choose another folder, or replace it with --overwrite "
+            "(overwrite=True)"
         )
     folder = target.with_name(f".{target.name}.converting")
     shutil.rmtree(folder, ignore_errors=True)
@@ -136,7 +157,7 @@ def writing_target(
 
 
 def _target_features(
-    metadata: Metadata, stored: frozenset[str]
+    metadata: Metadata, kept: Sequence[Episode], stored: frozenset[str]
 ) -> tuple[Features, tuple[str, ...]]:
     """Features with data behind them, bookkeeping last; and the names of those without."""
     features: Features = {}
@@ -157,15 +178,17 @@ def _target_features(
             "names": entry.get("names"),
         }
         if is_video:
-            features[key] |= _actual_size(metadata, key, features[key])
+            features[key] |= _actual_size(metadata, kept, key, features[key])
     return features | {key: dict(entry) for key, entry in BOOKKEEPING.items()}, tuple(ignored)
 
 
-def _actual_size(metadata: Metadata, camera: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+def _actual_size(
+    metadata: Metadata, kept: Sequence[Episode], camera: str, entry: Mapping[str, Any]
+) -> dict[str, Any]:
     """The size of the frames that are there, where the declaration says otherwise."""
     if metadata.features[camera].video.get("video.is_depth_map"):
         raise ValueError(f"{metadata.root}: {camera} is a depth video, which cannot be converted")
-    spans = [e.videos[camera] for e in metadata.episodes if camera in e.videos]
+    spans = [e.videos[camera] for e in kept if camera in e.videos]
     with contextlib.closing(VideoReader(metadata.root / spans[0].path)) as reader:
         height, width = reader.size
     if sorted(entry["shape"]) == sorted([height, width, 3]):

@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Int64, UInt8
 
 from piston.data.columns import Columns, find_rows
-from piston.data.episodes import Episode, Problem
+from piston.data.episodes import Episode, Problem, episode_problem
 from piston.data.images import ImageRows
 from piston.data.intact import Findings, look_over
 from piston.data.location import locate
@@ -44,16 +44,21 @@ def open_dataset(
     cameras: Iterable[str] | None = None,
     tolerance_s: float = TOLERANCE_S,
 ) -> LeRobotDataset:
-    """Reads metadata and looks the files over; rows and frames are read when asked for.
+    """Reads metadata and rows and looks the videos over; frames are read when asked for.
 
     `cameras=None` means all that have files; `()` none, so that nothing is ever decoded.
     """
     metadata = Metadata.read(locate(path_or_repo_id))
-    findings = look_over(metadata)
+    findings = look_over(metadata, tolerance_s)
     chosen_cameras = _choose_cameras(metadata, findings, cameras)
     chosen = choose_episodes(metadata.episodes, episodes)
     left_out = findings.left_out(chosen_cameras)
     kept = [episode for episode in chosen if episode.index not in left_out]
+    columns = Columns(metadata, kept, findings.columns)
+    if unreadable := columns.unreadable():
+        left_out |= {index: episode_problem(index, what) for index, what in unreadable.items()}
+        kept = [episode for episode in kept if episode.index not in unreadable]
+        columns = Columns(metadata, kept, findings.columns)
     problems = [left_out[episode.index] for episode in chosen if episode.index in left_out]
     _warn(metadata, problems, len(chosen))
     if not kept:
@@ -64,7 +69,7 @@ def open_dataset(
     return LeRobotDataset(
         metadata,
         kept,
-        stored=findings.columns,
+        columns=columns,
         offsets=_offsets(sequences or {}, metadata.fps, tolerance_s),
         cameras=chosen_cameras,
         tolerance_s=tolerance_s,
@@ -79,7 +84,7 @@ class LeRobotDataset(Sequence[dict[str, Any]]):
         metadata: Metadata,
         episodes: Sequence[Episode],
         *,
-        stored: Iterable[str],
+        columns: Columns,
         offsets: Mapping[str, np.ndarray],
         cameras: Sequence[str],
         tolerance_s: float = TOLERANCE_S,
@@ -90,7 +95,7 @@ class LeRobotDataset(Sequence[dict[str, Any]]):
         self._offsets = dict(offsets)
         self._tolerance_s = tolerance_s
         self._ends = np.cumsum([episode.length for episode in episodes])
-        self._columns = Columns(metadata, episodes, stored)
+        self._columns = columns
         self._videos = VideoReaders()
         self._images = ImageRows(metadata.root)
         self._threads = CameraThreads()
@@ -211,7 +216,8 @@ class LeRobotDataset(Sequence[dict[str, Any]]):
             numbers = ", ".join(map(str, frames))
             raise VideoError(
                 f"episode {episode.index}, frame {numbers}, {camera}: {error} Leave the episode "
-                f"out, or see: piston data check {self.metadata.root}"
+                f"out (--data.episodes '!{episode.index}'), or see: piston data check "
+                f"{self.metadata.root}"
             ) from error
 
     def _first_row(self, episode: Episode) -> int:
@@ -264,7 +270,7 @@ def _offsets(sequences: Sequences, fps: float, tolerance_s: float) -> dict[str, 
     """Steps from now; seconds must fall on frames."""
     offsets = {}
     for key, wanted in sequences.items():
-        if isinstance(wanted, int):
+        if isinstance(wanted, int | np.integer):
             if wanted < 1:
                 raise ValueError(
                     f"The sequence of {key!r} has {wanted} steps; at least 1 expected."
@@ -272,9 +278,10 @@ def _offsets(sequences: Sequences, fps: float, tolerance_s: float) -> dict[str, 
             offsets[key] = np.arange(wanted)
             continue
         seconds = np.asarray(wanted, np.float64)
-        steps = np.rint(seconds * fps).astype(np.int64)
-        off = np.abs(seconds - steps / fps) > tolerance_s
-        if seconds.ndim != 1 or not len(seconds) or off.any():
+        finite = np.where(np.isfinite(seconds), seconds, 0.0)
+        steps = np.rint(finite * fps).astype(np.int64)
+        on_frames = np.abs(seconds - steps / fps) <= tolerance_s  # never where it is not a number
+        if seconds.ndim != 1 or not len(seconds) or not on_frames.all():
             raise ValueError(
                 f"The sequence of {key!r} asks for {list(np.atleast_1d(seconds))} s from now; the "
                 f"set has {fps} frames per second, so only multiples of {1 / fps:.6g} s are there."
@@ -293,6 +300,8 @@ def _choose_cameras(
     )
     if cameras is None:
         return there
+    if isinstance(cameras, str):
+        raise TypeError(f"cameras is the text {cameras!r}; expected is a list: [{cameras!r}].")
     wanted = tuple(cameras)
     for camera in wanted:
         if camera not in there:

@@ -227,6 +227,6 @@ def _with_tasks(known: dict[str, int], tasks: list[str]) -> dict[str, int]:
 
 def plain_fps(fps: float) -> float:
     """LeRobot writes whole rates as integers."""
-    if not fps > 0:
-        raise ValueError(f"fps must be positive, found {fps}")
+    if not 0 < fps < float("inf"):
+        raise ValueError(f"fps must be positive and finite, found {fps}")
     return int(fps) if float(fps).is_integer() else float(fps)

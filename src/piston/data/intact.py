@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -19,9 +19,13 @@ import pyarrow.parquet as pq
 
 from piston.data.episodes import Episode, Problem, episode_problem
 from piston.data.metadata import DERIVED, Metadata
-from piston.data.mp4 import CutFileError, count_frames
+from piston.data.mp4 import CutFileError, VideoHeader, read_header
+from piston.data.processors import num_usable_cpus
+from piston.data.video import TOLERANCE_S
 
 T = TypeVar("T")
+
+CAMERA_IGNORED = "the camera is ignored"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +45,7 @@ class Findings:
         }
 
 
-def look_over(metadata: Metadata) -> Findings:
+def look_over(metadata: Metadata, tolerance_s: float = TOLERANCE_S) -> Findings:
     """The metadata's own problems and those of the files."""
     by_file: dict[str, list[Episode]] = collections.defaultdict(list)
     for episode in metadata.episodes:
@@ -54,7 +58,8 @@ def look_over(metadata: Metadata) -> Findings:
         problems += _wrong_rows(metadata.root / path, footer, by_file[path])
     columns, missing = _columns(metadata, footers, by_file)
     problems += missing
-    problems += _damaged_videos(metadata)
+    problems += _shared_frames(metadata)
+    problems += _damaged_videos(metadata, tolerance_s)
     return Findings(tuple(problems), columns)
 
 
@@ -62,7 +67,7 @@ def in_threads(function: Callable[[str], T], items: Sequence[str]) -> list[T]:
     """Small reads wait for the disk most of the time; a file that is slow holds up no other."""
     if len(items) < 2:
         return [function(item) for item in items]
-    with ThreadPoolExecutor(max_workers=min(8, 2 * (os.cpu_count() or 1))) as pool:
+    with ThreadPoolExecutor(max_workers=min(8, 2 * num_usable_cpus())) as pool:
         return list(pool.map(function, items))
 
 
@@ -128,8 +133,15 @@ def _columns(
             consequence = "computed from the list of episodes"
             problems.append(Problem("note", name, "not in every data file", consequence))
         elif name not in some:
-            consequence = "the camera is ignored" if camera else "items do not have it"
-            problems.append(Problem("warning", name, "declared, in no data file", consequence))
+            what, lacking_it = (
+                "declared, in no data file",
+                "items lack it: who uses it cannot train",
+            )
+            problems.append(
+                Problem("warning", name, what, CAMERA_IGNORED)
+                if camera
+                else Problem("error", name, what, lacking_it)
+            )
         else:
             what = f"its data file has no column {name!r}, others have"
             lacking = [path for path, footer in readable.items() if name not in footer.columns]
@@ -146,26 +158,59 @@ def _columns(
     return everywhere | (partly & metadata.features.keys()), problems
 
 
-def _damaged_videos(metadata: Metadata) -> list[Problem]:
+def _shared_frames(metadata: Metadata) -> Iterator[Problem]:
+    """Episodes of one file that claim the same frames: whose they are cannot be told."""
+    for camera in metadata.cameras:
+        filmed = [episode for episode in metadata.episodes if camera in episode.videos]
+        filmed.sort(key=lambda e: (e.videos[camera].path, e.videos[camera].start))
+        for _, inside in itertools.groupby(filmed, key=lambda e: e.videos[camera].path):
+            longest: Episode | None = None  # of those before, the one that ends last
+            for episode in inside:
+                start = episode.videos[camera].start
+                if longest is not None and start < _last_time(longest, camera, metadata.fps):
+                    for one, other in ((longest, episode), (episode, longest)):
+                        what = f"its span in the video overlaps that of episode {other.index}"
+                        yield episode_problem(one.index, what, camera)
+                if longest is None or _last_time(episode, camera, metadata.fps) > _last_time(
+                    longest, camera, metadata.fps
+                ):
+                    longest = episode
+
+
+def _last_time(episode: Episode, camera: str, fps: float) -> float:
+    """Between an episode's last frame and the one after it, in seconds of the file."""
+    return episode.videos[camera].start + (episode.length - 0.5) / fps
+
+
+def _damaged_videos(metadata: Metadata, tolerance_s: float) -> list[Problem]:
     paths = list({span.path: None for e in metadata.episodes for span in e.videos.values()})
-    counts = dict(zip(paths, in_threads(lambda p: _count(metadata.root / p), paths)))
+    headers = dict(zip(paths, in_threads(lambda p: _header(metadata.root / p), paths)))
     problems = []
     for episode in metadata.episodes:
         for camera, span in episode.videos.items():
-            count = counts[span.path]
+            header = headers[span.path]
             needed = round(span.start * metadata.fps) + episode.length
-            if isinstance(count, str):
-                problems.append(episode_problem(episode.index, f"{span.path}: {count}", camera))
-            elif count is not None and count < needed:
-                what = f"{span.path} has {count} frames, {needed} are needed"
-                problems.append(episode_problem(episode.index, what, camera))
+            if isinstance(header, str):
+                what = f"{span.path}: {header}"
+            elif header is None:
+                continue
+            elif header.spacing and header.drift(metadata.fps, episode.length) > tolerance_s:
+                what = (
+                    f"{span.path} has {1 / header.spacing:.6g} frames per second, declared are "
+                    f"{metadata.fps:g}: which frame belongs to which row cannot be told"
+                )
+            elif header.num_frames < needed:
+                what = f"{span.path} has {header.num_frames} frames, {needed} are needed"
+            else:
+                continue
+            problems.append(episode_problem(episode.index, what, camera))
     return problems
 
 
-def _count(path: Path) -> int | str | None:
-    """Frames, or what is wrong, or None where the header does not say."""
+def _header(path: Path) -> VideoHeader | str | None:
+    """What it says, or what is wrong, or None where it does not say."""
     try:
-        return count_frames(path)
+        return read_header(path)
     except CutFileError as error:
         return str(error)
     except OSError as error:

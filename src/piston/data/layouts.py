@@ -98,7 +98,7 @@ def _episode_v2(
 def _tasks_v2(reading: Reading) -> dict[int, str]:
     path = reading.root / "meta" / "tasks.jsonl"
     if not path.is_file():
-        return _no_tasks(reading, "tasks.jsonl")
+        return _no_tasks(reading, "tasks.jsonl", "is not there")
     tasks = {}
     for line, row in _json_lines(path, reading):
         if isinstance(row.get("task_index"), int) and isinstance(row.get("task"), str):
@@ -182,25 +182,24 @@ def _holds(reading: Reading, index: int, length: int, camera: str, span: VideoSp
 def _tasks_v3(reading: Reading) -> dict[int, str]:
     path = reading.root / "meta" / "tasks.parquet"
     if not path.is_file():
-        return _no_tasks(reading, "tasks.parquet")
+        return _no_tasks(reading, "tasks.parquet", "is not there")
     try:
         table = pq.read_table(path)
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
+        return _no_tasks(reading, "tasks.parquet", f"cannot be read: {error}")
     # pandas keeps the texts as the index, under its name or, without one, under this.
     text = next(
         (name for name in ("task", "__index_level_0__") if name in table.column_names), None
     )
     if text is None or "task_index" not in table.column_names:
-        raise ValueError(f"{path} has columns {table.column_names}; expected: task_index, task.")
+        what = f"has columns {table.column_names}; expected: task_index, task"
+        return _no_tasks(reading, "tasks.parquet", what)
     return dict(zip(table["task_index"].to_pylist(), table[text].to_pylist()))
 
 
-def _no_tasks(reading: Reading, name: str) -> dict[int, str]:
+def _no_tasks(reading: Reading, name: str, what: str) -> dict[int, str]:
     # Numbering the episodes' texts would be a guess at what the rows' task_index means.
-    reading.warn(
-        f"meta/{name}", "is not there", "each episode's first task is used for all its rows"
-    )
+    reading.warn(f"meta/{name}", what, "each episode's first task is used for all its rows")
     return {}
 
 

@@ -16,29 +16,13 @@ from typing import Any, Self
 
 import torch
 
-from piston.config import TrainConfig
 from piston.data.batches import Batch, collate
 from piston.data.order import Order
-from piston.data.pipeline import open_training_data
-from piston.data.subsets import EpisodeChoice, Samples
+from piston.data.subsets import Samples
 from piston.data.workers import Workers
 
 # Batches that each worker is ahead.
 PREFETCH = 2
-
-
-def open_loader(
-    config: TrainConfig,
-    *,
-    rank: int = 0,
-    world_size: int = 1,
-    episodes: EpisodeChoice = None,
-    cache_frames: bool = False,
-) -> Loader:
-    """The batches of a run, on this rank; `episodes` leaves out those held out."""
-    data = open_training_data(config, episodes=episodes, cache_frames=cache_frames)
-    order = Order(data, config.batch_size, seed=config.seed, rank=rank, world_size=world_size)
-    return Loader(data, order, num_workers=config.num_workers)
 
 
 class Loader(Iterator[Batch]):
@@ -75,11 +59,6 @@ class Loader(Iterator[Batch]):
             raise
         self._position += self.order.batch_size
         return batch
-
-    @property
-    def num_batches(self) -> int:
-        """How many batches have been handed out since the beginning of the run."""
-        return self._position // self.order.batch_size
 
     @property
     def epoch(self) -> float:

@@ -59,18 +59,20 @@ class Metadata:
         root = Path(root)
         problems: list[Problem] = []
         info = _read_info(root)
+        features = _features(info)
         version = _version(root, info, problems)
         listing = FileListing.of(root) if files else None
         reading = layouts.Reading(root, info, _fps(info), listing, problems)
         tasks, episodes = (layouts.read_v3 if version == "v3.0" else layouts.read_v2)(reading)
         if not episodes:
-            raise ValueError(f"{root / 'meta'} describes no episode that could be read.")
+            told = "".join(f"\n  {problem.where}: {problem.what}" for problem in problems[:5])
+            raise ValueError(f"{root / 'meta'} describes no episode that could be read.{told}")
         metadata = cls(
             root=root,
             version=version,
             fps=_fps(info),
             robot_type=info.get("robot_type"),
-            features=_features(info),
+            features=features,
             episodes=tuple(sorted(episodes, key=lambda episode: episode.index)),
             tasks=tasks,
             info=info,
@@ -156,11 +158,19 @@ def _features(info: dict[str, Any]) -> dict[str, Feature]:
     for name, declared in info["features"].items():
         if not isinstance(declared, dict) or "dtype" not in declared:
             raise ValueError(f"meta/info.json: feature {name!r} has no dtype: {declared!r}")
+        shape = declared.get("shape") or ()
+        if not isinstance(shape, list | tuple) or not all(
+            isinstance(size, int | float) and int(size) == size for size in shape
+        ):
+            raise ValueError(
+                f"meta/info.json: feature {name!r} has the shape {shape!r}; expected is a list of "
+                "whole numbers."
+            )
         video = declared.get("info") or declared.get("video_info") or {}
         features[name] = Feature(
             name=name,
             dtype=str(declared["dtype"]),
-            shape=tuple(int(size) for size in declared.get("shape") or ()),
+            shape=tuple(int(size) for size in shape),
             names=declared.get("names"),
             video=video if isinstance(video, dict) else {},
         )

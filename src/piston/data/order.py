@@ -50,6 +50,7 @@ class Order:
         self.batch_size, self.seed = batch_size, seed
         self.rank, self.world_size = rank, world_size
         self.samples_per_epoch, epoch_order = _epochs(samples, seed)
+        self.mixture = _described(samples)
         # A batch may lie across the end of an epoch.
         self._epoch_order = functools.lru_cache(maxsize=2)(epoch_order)
 
@@ -81,19 +82,28 @@ class Order:
             "position": position,
             "seed": self.seed,
             "samples_per_epoch": self.samples_per_epoch,
+            "mixture": self.mixture,
         }
 
     def position_of(self, state: Mapping[str, Any]) -> int:
         """The position in a saved state; refuses one of other data or another seed."""
-        for name in ("seed", "samples_per_epoch"):
-            now = getattr(self, name)
-            if state[name] != now:
+        for name in ("seed", "samples_per_epoch", "mixture"):
+            before, now = state.get(name), getattr(self, name)
+            if before != now:
                 raise ValueError(
                     f"The saved data position belongs to another order: its {name} is "
-                    f"{state[name]}, now it is {now}. Continue with the same data and seed, or "
+                    f"{before}, now it is {now}. Continue with the same data and seed, or "
                     "start a new run."
                 )
         return int(state["position"])
+
+
+def _described(samples: Samples) -> dict[str, list[float]] | None:
+    """What the order of a mixture depends on besides the seed; as JSON keeps it."""
+    if not isinstance(samples, WeightedMixture):
+        return None
+    sizes = [float(len(dataset)) for dataset in samples.datasets]
+    return {"sizes": sizes, "weights": list(samples.weights)}
 
 
 def _epochs(samples: Samples, seed: int) -> tuple[int, Callable[[int], Indices]]:

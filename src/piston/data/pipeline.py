@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,7 +21,7 @@ from piston.data.cache import CachedFrames
 from piston.data.dataset import LeRobotDataset, open_dataset
 from piston.data.location import locate
 from piston.data.metadata import Metadata
-from piston.data.subsets import EpisodeChoice, Samples
+from piston.data.subsets import EpisodeChoice, Samples, choose_episodes
 from piston.models.configs import ModelConfig, Pi0FASTConfig
 from piston.transforms.base import Data, Transform, compose
 from piston.transforms.keys import RepackTransform, flatten_dict
@@ -86,18 +85,27 @@ def open_source(
     if config.repo_id is None:
         raise ValueError("No data set is named: give --data.repo-id, a folder or owner/name.")
     root = locate(config.repo_id)
+    metadata = Metadata.read(root)
     return open_dataset(
         root,
         sequences=dict.fromkeys(
             config.action_sequence_keys, config.steps_read(model.action_horizon)
         ),
-        episodes=episodes,
-        cameras=_cameras_used(root, config) if images else (),
+        episodes=_chosen(metadata, config, episodes),
+        cameras=_cameras_used(metadata, config) if images else (),
     )
 
 
-def _cameras_used(root: Path, config: DataConfig) -> list[str] | None:
-    features, used = Metadata.read(root).features, keys_used(config)
+def _chosen(metadata: Metadata, config: DataConfig, episodes: EpisodeChoice) -> EpisodeChoice:
+    """Of the episodes that the configuration names, those asked for."""
+    if config.episodes is None:
+        return episodes
+    named = choose_episodes(metadata.episodes, config.episodes)
+    return [episode.index for episode in choose_episodes(named, episodes)]
+
+
+def _cameras_used(metadata: Metadata, config: DataConfig) -> list[str] | None:
+    features, used = metadata.features, keys_used(config)
     if used is None:
         return None
     return [key for key in used if key in features and features[key].is_camera]
@@ -123,7 +131,7 @@ class TrainingData:
         self._name = str(config.repo_id)
         tasks: tuple[Transform, ...] = ()
         if config.prompt_from_task:
-            tasks = (PromptFromLeRobotTask(dataset.metadata.tasks),)
+            tasks = (_PromptFromItem(PromptFromLeRobotTask(dataset.metadata.tasks)),)
         self._transform = compose((*tasks, *config.input_transforms(repack=True)))
         self._padding = f"{config.action_sequence_keys[0]}_is_pad"
 
@@ -146,6 +154,16 @@ class TrainingData:
         """Read what all workers share, before they are forked."""
         for key in getattr(self._dataset, "keys", ()):
             self._dataset.column(key)  # type: ignore[attr-defined]
+
+
+@dataclasses.dataclass(frozen=True)
+class _PromptFromItem:
+    """A data set says the task of an item also where its table of tasks does not know it."""
+
+    otherwise: PromptFromLeRobotTask
+
+    def __call__(self, data: Data) -> Data:
+        return {**data, "prompt": data["task"]} if "task" in data else self.otherwise(data)
 
 
 def _checked(sample: Data, padding: np.ndarray) -> dict[str, Any]:

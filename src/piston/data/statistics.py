@@ -224,7 +224,7 @@ def _moments(block: Block, key: str, values: Values) -> Moments:
         place = source.place(int(frames[bad * len(frames) // values.shape[1]]))
         raise ValueError(
             f"{key!r} is NaN or infinite after the data transforms, in {place}. Leave that episode "
-            "out, or repair it."
+            "out (--data.episodes '!N') or repair it."
         )
     return moments
 

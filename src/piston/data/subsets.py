@@ -3,7 +3,7 @@
 Everything here depends on numbers that are given (seeds, weights), never on time or on the machine.
 Knows nothing of what a sample holds, so data sets of different robots can be mixed.
 
-    choose_episodes(metadata.episodes, "0:50")  # or [3, 7], "3,7,9-12", a function of an Episode
+    choose_episodes(metadata.episodes, "0:50,!7")  # or [3, 8], "3,7,9-12", a function of an Episode
     train, held_out = split_episodes(episodes, 0.1, seed=0)
     WeightedMixture([a, b], [3, 1]).plan(seed=0, epoch=2)  # rows of (data set, index)
 """
@@ -29,7 +29,8 @@ _SLICE = re.compile(r"(\d*):(\d*)")
 def choose_episodes(episodes: Sequence[Episode], choice: EpisodeChoice) -> list[Episode]:
     """The episodes that a list, a text or a function names, in their own order.
 
-    Numbers are episode indices. "0:50" is 0 … 49 as far as there are any, "9-12" is 9 … 12 exactly.
+    Numbers are episode indices. "0:50" is 0 … 49 as far as there are any, "9-12" is 9 … 12 exactly;
+    "!7" leaves out 7, of all others where nothing else is named.
     """
     if choice is None:
         chosen = list(episodes)
@@ -37,8 +38,11 @@ def choose_episodes(episodes: Sequence[Episode], choice: EpisodeChoice) -> list[
         chosen = [episode for episode in episodes if choice(episode)]
     else:
         known = {episode.index for episode in episodes}
-        numbers = _parse(choice, known) if isinstance(choice, str) else {int(n) for n in choice}
-        if unknown := sorted(numbers - known):
+        if isinstance(choice, str):
+            numbers, named = _parse(choice, known)
+        else:
+            numbers = named = _whole_numbers(choice)
+        if unknown := sorted(named - known):
             raise ValueError(
                 f"Episodes {_shorten(unknown)} were asked for; the data set has {_shorten(known)}."
             )
@@ -48,21 +52,43 @@ def choose_episodes(episodes: Sequence[Episode], choice: EpisodeChoice) -> list[
     return chosen
 
 
-def _parse(text: str, known: set[int]) -> set[int]:
-    numbers: set[int] = set()
-    for part in (part.strip() for part in text.split(",")):
-        if part.isdecimal():
-            numbers.add(int(part))
-        elif match := _RANGE.fullmatch(part):
-            numbers.update(range(int(match[1]), int(match[2]) + 1))
-        elif match := _SLICE.fullmatch(part):
-            start, stop = int(match[1] or 0), int(match[2] or max(known) + 1)
-            numbers.update(number for number in known if start <= number < stop)
-        else:
+def _whole_numbers(choice: Iterable[int]) -> set[int]:
+    numbers = list(choice)
+    for number in numbers:
+        # A mask of all episodes would be taken for the episodes 0 and 1.
+        if isinstance(number, bool | np.bool_) or int(number) != number:
             raise ValueError(
-                f"{part!r} in {text!r} names no episodes; expected e.g. 0:50 or 3,7,9-12."
+                f"Episodes are chosen by their numbers, e.g. [3, 7]; found {number!r}. For a mask, "
+                "give np.flatnonzero(mask)."
             )
-    return numbers
+    return {int(number) for number in numbers}
+
+
+def _parse(text: str, known: set[int]) -> tuple[set[int], set[int]]:
+    """The numbers chosen, and all that were named, exceptions included."""
+    chosen: set[int] = set()
+    without: set[int] = set()
+    parts = [part.strip() for part in text.split(",")]
+    for part in parts:
+        numbers = without if part.startswith("!") else chosen
+        numbers |= _parse_part(part.removeprefix("!").strip(), text, known)
+    if all(part.startswith("!") for part in parts):
+        chosen = set(known)
+    return chosen - without, chosen | without
+
+
+def _parse_part(part: str, text: str, known: set[int]) -> set[int]:
+    if part.isdecimal():
+        return {int(part)}
+    if match := _RANGE.fullmatch(part):
+        return set(range(int(match[1]), int(match[2]) + 1))
+    if match := _SLICE.fullmatch(part):
+        start, stop = int(match[1] or 0), int(match[2] or max(known) + 1)
+        return {number for number in known if start <= number < stop}
+    raise ValueError(
+        f"{part!r} in {text!r} names no episodes; expected e.g. 0:50 or 3,7,9-12, with ! before "
+        "those to leave out."
+    )
 
 
 def _shorten(numbers: Iterable[int]) -> str:

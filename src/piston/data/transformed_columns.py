@@ -19,7 +19,6 @@ from numpy.lib.stride_tricks import sliding_window_view
 from piston.config import DataConfig
 from piston.data.pipeline import PADDING_KEY, keys_used
 from piston.transforms.base import Data, compose, missing_key
-from piston.transforms.prompts import PromptFromLeRobotTask
 
 STATISTICS_KEYS = ("state", "actions")
 PIXEL = np.zeros((1, 1, 3), np.uint8)
@@ -67,13 +66,12 @@ class TransformedColumns:
         self._places = np.arange(len(self._last)) + np.repeat(
             np.arange(len(bounds)) * (horizon - 1), lengths
         )
-        self._episodes = [episode.index for episode in dataset.episodes]
+        self._episodes = dataset.episodes
         self._cameras = dataset.cameras
         used = keys_used(config)
         wanted = None if used is None else {*used, *self._sequence_keys, "task_index"}
         self._columns = _read_columns(dataset, wanted, self._sequence_keys, horizon)
-        tasks = dataset.metadata.tasks if config.prompt_from_task else None
-        self._prompt = None if tasks is None else PromptFromLeRobotTask(tasks)
+        self._tasks = dataset.metadata.tasks if config.prompt_from_task else None
 
     def __len__(self) -> int:
         return len(self._last)
@@ -96,7 +94,7 @@ class TransformedColumns:
         """Where a frame is, in words."""
         episode = int(np.searchsorted(self._starts, frame, side="right")) - 1
         within = frame - self._starts[episode]
-        return f"frame {within} of episode {self._episodes[episode]} of {self._name}"
+        return f"frame {within} of episode {self._episodes[episode].index} of {self._name}"
 
     def _transformed(self, frames: Int[np.ndarray, " n"]) -> dict[str, np.ndarray]:
         data = self._transform(self._gather(frames))
@@ -120,11 +118,22 @@ class TransformedColumns:
         is_pad: Bool[np.ndarray, "n h"] = np.arange(self._horizon) > (last - frames)[:, np.newaxis]
         data |= {f"{key}_is_pad": is_pad for key in self._sequence_keys}
         data[PADDING_KEY] = is_pad
-        if self._prompt is not None:
-            # Once per task, not once per frame.
-            tasks, which = np.unique(data["task_index"], return_inverse=True)
-            data["prompt"] = self._prompt({"task_index": tasks})["prompt"][which.ravel()]
+        if self._tasks is not None:
+            data["prompt"] = self._prompts(data["task_index"].reshape(-1), frames)
         return data
+
+    def _prompts(self, task_index: np.ndarray, frames: Int[np.ndarray, " n"]) -> np.ndarray:
+        assert self._tasks is not None
+        # Once per task, not once per frame.
+        numbers, which = np.unique(task_index, return_inverse=True)
+        texts = [self._tasks.get(int(number)) for number in numbers]
+        if None not in texts:
+            return np.array(texts)[which]
+        # Not in the table: the episode's first task, as in the items of a data set.
+        first = [next(iter(episode.tasks), "") for episode in self._episodes]
+        own = np.searchsorted(self._starts, frames, side="right") - 1
+        pairs = zip(which.tolist(), own.tolist())
+        return np.array([first[e] if (text := texts[w]) is None else text for w, e in pairs])
 
     def _locate(self, frames: Int[np.ndarray, " n"], error: Exception) -> None:
         """Adds a note that says which of the frames the error comes from."""

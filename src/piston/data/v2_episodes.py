@@ -175,6 +175,9 @@ def _declared(values: np.ndarray, entry: Mapping[str, Any], key: str, path: Path
             f"{path}: {key} is {values.dtype}{list(values.shape[1:])}, "
             f"declared {dtype}{list(shape)}"
         )
+    if values.dtype.kind == "f" and not np.isfinite(values).all():
+        row = int(np.flatnonzero(~np.isfinite(values.reshape(len(values), -1)).all(axis=1))[0])
+        raise ValueError(f"{path}: {key} is NaN or infinite in row {row}")
     return values.astype(dtype).reshape(len(values), *shape)
 
 

@@ -10,7 +10,7 @@ training process; they are forked from it, so all of them share one copy of what
 
 How it ends: whoever loses its partner stops. A worker whose socket closes exits, even if this
 process was killed; a worker that dies is noticed at once, because its socket closes. Workers ignore
-Ctrl-C: it is this process that decides.
+Ctrl-C and SIGTERM, which may be sent to all processes of a group: it is this process that decides.
 
 A slot is used again and again (fresh memory costs ten times as much as filling it): a batch is
 copied out as soon as it has arrived, and no worker is asked for more batches than it has slots.
@@ -179,7 +179,8 @@ def _raise_workers(
     data: bytes, ends: list[Connection], control: Connection, num_slots: int
 ) -> None:
     """The nursery: reads what all share, forks the workers, reports deaths, outlives none."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
     try:
         samples = pickle.loads(data)

@@ -10,6 +10,8 @@ frames found by seeking against the same frames decoded in order.
 
 from __future__ import annotations
 
+import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,12 +39,28 @@ def replay(path: Path) -> Iterator[Quantity]:
     folder = _folder(path)
     expected_file = folder.with_name(folder.name + _SUFFIX)
     if expected_file.is_file():
-        with np.load(expected_file) as stored:
-            expected = {name: stored[name] for name in stored.files}
+        expected = _read_expected(expected_file)
         dataset = open_dataset(folder, sequences=_sequences(expected))
+        if beyond := [name for name in expected if int(name.partition("/")[0]) >= len(dataset)]:
+            raise ValueError(
+                f"{expected_file} holds {beyond[0]!r}, but {folder} has only {len(dataset)} frames."
+            )
         yield from _items(dataset, expected)
     else:
         yield from _seeking(open_dataset(folder))
+
+
+def _read_expected(path: Path) -> dict[str, np.ndarray]:
+    try:
+        with np.load(path) as stored:
+            expected = {name: stored[name] for name in stored.files}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    for name in expected:
+        index, _, field = name.partition("/")
+        if not index.isdecimal() or not field:
+            raise ValueError(f"{path} holds {name!r}; expected names are <index>/<field>.")
+    return expected
 
 
 def _folder(path: Path) -> Path:
@@ -111,8 +129,13 @@ def _decode_in_order(path: Path, steps: list[int]) -> dict[int, np.ndarray]:
     import av
 
     frames = {}
-    with av.open(str(path)) as container:
-        for number, frame in enumerate(container.decode(video=0)):
-            if number in steps:
-                frames[number] = frame.to_ndarray(format="rgb24")
+    try:
+        with av.open(str(path)) as container:
+            for number, frame in enumerate(container.decode(video=0)):
+                if number in steps:
+                    frames[number] = frame.to_ndarray(format="rgb24")
+    except av.FFmpegError as error:
+        raise ValueError(f"{path} cannot be decoded: {error}") from None
+    if missing := [step for step in steps if step not in frames]:
+        raise ValueError(f"{path} ends before frame {missing[0]}.")
     return frames
