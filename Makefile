@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 # One thread per worker: more threads than cores make everything slower, not faster.
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 demo: setup
 	$(BIN)/python -m piston.cli demo aloha

@@ -13,6 +13,7 @@ BENCHMARKS = {
     "serve": "round trips, load and batching of the policy server",
     "data": "reading a data set: naive, cold, warm, cached",
     "stats": "normalisation statistics, on made-up columns",
+    "train": "training steps of a mid-size model, through the whole loop",
 }
 
 

@@ -7,20 +7,28 @@ this is. With one process nothing of this is active.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
-from piston.config import Sharding
+from piston.config import Sharding, TrainConfig
 from piston.models.autoregressive import Pi0FAST
 from piston.models.flow import Pi0
+from piston.models.gemma import AdaptiveRMSNorm, ExpertLayer
+
+T = TypeVar("T")
+
+# Writing a large checkpoint, or reading all of it to see that it is whole, may take this long.
+_PATIENCE = datetime.timedelta(hours=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +38,8 @@ class Processes:
     rank: int
     world_size: int
     device: torch.device
-    # For checkpoints, written in the background while training goes on with the others.
-    background_group: Any = None
+    # For what is not part of a step: it waits longer, and a thread may use it beside training.
+    patient_group: Any = None
 
     @property
     def is_first(self) -> bool:
@@ -49,56 +57,101 @@ class Processes:
         """Whether it is so on any process: all take the same decision."""
         return self.sum(float(flag)) > 0
 
+    def from_first(self, find: Callable[[], T]) -> T:
+        """What the first process finds, on all of them."""
+        found: list[Any] = [find() if self.is_first else None]
+        if self.world_size > 1:
+            dist.broadcast_object_list(found, src=0, group=self.patient_group)
+        return found[0]
+
     def wait_for_all(self) -> None:
         if self.world_size > 1:
-            dist.barrier()
+            dist.barrier(group=self.patient_group)
 
 
-def start(sharding: Sharding) -> Processes:
-    """Join the others that torchrun started, if any."""
+@contextmanager
+def join_processes(config: TrainConfig) -> Iterator[Processes]:
+    """Together with the others that torchrun started, if any."""
     world_size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    _check(config, world_size)
     has_gpu = torch.cuda.is_available()
     device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if has_gpu else "cpu")
     if has_gpu:
         torch.cuda.set_device(device)
-    if world_size > 1 and sharding == "none":
+    if world_size == 1:
+        yield Processes(0, 1, device)
+        return
+    dist.init_process_group("nccl" if has_gpu else "gloo")
+    yield Processes(rank, world_size, device, dist.new_group(backend="gloo", timeout=_PATIENCE))
+    # Not after an error: to take leave of processes that are in the midst of a step may take for
+    # ever, while torchrun ends them as soon as this one has ended.
+    dist.destroy_process_group()
+
+
+def _check(config: TrainConfig, world_size: int) -> None:
+    if world_size > 1 and config.sharding == "none":
         raise ValueError(
             f"torchrun started {world_size} processes, but --sharding is none, so that each would "
             "train on its own. Give --sharding ddp, or fsdp if the model does not fit on one."
         )
-    if world_size == 1 and sharding != "none":
+    if world_size == 1 and config.sharding != "none":
         raise ValueError(
-            f"--sharding {sharding} would do nothing in one process. Start several: "
+            f"--sharding {config.sharding} would do nothing in one process. Start several: "
             "torchrun --nproc-per-node 2 -m piston.cli train …"
         )
-    if world_size == 1:
-        return Processes(0, 1, device)
-    dist.init_process_group("nccl" if has_gpu else "gloo")
-    return Processes(rank, world_size, device, dist.new_group(backend="gloo"))
-
-
-def stop(processes: Processes) -> None:
-    if processes.world_size > 1:
-        dist.destroy_process_group()
+    parts = world_size * config.gradient_accumulation
+    if config.batch_size % parts:
+        raise ValueError(
+            f"--batch-size {config.batch_size} cannot be cut into {world_size} processes × "
+            f"{config.gradient_accumulation} parts (--gradient-accumulation): it must be a "
+            f"multiple of {parts}."
+        )
 
 
 def shard(model: Pi0 | Pi0FAST, method: str, sharding: Sharding) -> Callable[..., Tensor]:
     """The model's method, run so that gradients become the mean over all processes."""
     if sharding == "ddp":
-        # Parameters at the end of the VLM take part in no loss, so they must not be waited for.
-        return DistributedDataParallel(_Method(model, method), find_unused_parameters=True)
+        # Parameters at the end of a flow model's VLM take part in no loss, and those of the vision
+        # tower not in that of a batch without images: they must not be waited for.
+        unused = isinstance(model, Pi0)
+        return DistributedDataParallel(_Method(model, method), find_unused_parameters=unused)
     if sharding == "fsdp":
-        experts = [model.vlm, model.action_expert] if isinstance(model, Pi0) else [model.vlm]
-        for layer in (layer for expert in experts for layer in expert.layers):
-            fully_shard(layer)
-            register_fsdp_forward_method(layer, "remember")
-        for block in model.vision.blocks:
-            fully_shard(block)
-        fully_shard(model)
-        for name in (method, "sample_actions", "generate_tokens"):
-            if hasattr(model, name):
-                register_fsdp_forward_method(model, name)
+        _shard_parts(model)
+        register_fsdp_forward_method(model, method)
+        if isinstance(model, Pi0):
+            register_fsdp_forward_method(model, "sample_actions")
     return getattr(model, method)
+
+
+def _shard_parts(model: Pi0 | Pi0FAST) -> None:
+    """Every layer on its own, so that only one of them has to be whole at a time."""
+    # Keys and values leave a layer as views; nobody changes them in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    for layer in layers(model):
+        if isinstance(layer, ExpertLayer):
+            for norm in (layer.attention_norm, layer.mlp_norm):
+                if isinstance(norm, AdaptiveRMSNorm):  # works before its layer does
+                    fully_shard(norm.modulation)
+        fully_shard(layer)
+        if isinstance(layer, ExpertLayer):
+            register_fsdp_forward_method(layer, "remember")
+    fully_shard(model)
+
+
+def layers(model: Pi0 | Pi0FAST) -> list[nn.Module]:
+    """What a model consists of, but for its small parts at the beginning and the end."""
+    experts = [model.vlm, model.action_expert] if isinstance(model, Pi0) else [model.vlm]
+    return [*model.vision.blocks, *(layer for expert in experts for layer in expert.layers)]
+
+
+def let_go(model: nn.Module) -> None:
+    """Give up what FSDP has put together, which would not follow changes of its parts.
+
+    It does so by itself after a backward pass, and never after a forward pass alone.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 @contextmanager

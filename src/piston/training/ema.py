@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from piston.training.distributed import local
 
@@ -42,20 +42,8 @@ class EMA:
 
     @torch.no_grad()
     def _swap(self) -> None:
+        """One tensor at a time, so that no second copy of the weights is needed."""
         for name, parameter in self._parameters.items():
             kept = parameter.detach().clone()
             parameter.copy_(self.mean[name])
             self.mean[name].copy_(kept)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return dict(self.mean)
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        if state.keys() != self.mean.keys():
-            differing = sorted(state.keys() ^ self.mean.keys())
-            raise ValueError(
-                f"The saved mean is of other parameters: {', '.join(differing[:5])} … are in one "
-                "only. Was --freeze changed?"
-            )
-        for name, value in state.items():
-            self.mean[name].copy_(value)

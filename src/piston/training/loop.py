@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,13 @@ from piston.data.pipeline import open_source, open_training_data
 from piston.data.subsets import Samples, split_episodes
 from piston.models.autoregressive import Pi0FAST
 from piston.models.flow import Pi0
-from piston.training import distributed
 from piston.training.checkpoint import CheckpointWriter, Statistics, restore
-from piston.training.progress import Meter, RunBar, describe, save_first_batch
-from piston.training.run import open_run
+from piston.training.distributed import Processes, join_processes
+from piston.training.progress import Meter, RunBar, describe, save_first_batch, time_left
+from piston.training.run import Run, begin, open_run
+from piston.training.signals import StopSignals
 from piston.training.step import StepResult, Trainer
-from piston.training.trackers import Tracker, make_trackers
+from piston.training.trackers import Numbers, Trackers, make_trackers, require_trackers
 from piston.training.validation import Validation
 
 logger = logging.getLogger(__name__)
@@ -38,17 +39,20 @@ logger = logging.getLogger(__name__)
 class TrainingStopped(RuntimeError):
     """The run ended before its last step; the message says why and what to do."""
 
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
 
 def train_loop(config: TrainConfig) -> Path:
     """Train as the configuration says; the folder of the last checkpoint."""
     # What is cheap and may be wrong comes first: nobody waits an hour for a missing file.
+    require_trackers(config)
     pipeline = config.data_config().with_norm_stats(config.name)
-    robot_dim = _robot_action_dim(pipeline)
+    robot_dim = _robot_action_dim(config, pipeline)
     with ExitStack() as stack:
-        processes = distributed.start(config.sharding)
-        stack.callback(distributed.stop, processes)
-        stop_asked = stack.enter_context(_signals())
-        run, resumed = open_run(config, processes)
+        processes = stack.enter_context(join_processes(config))
+        run = stack.enter_context(open_run(config, processes))
 
         training, held_out = _open_data(config, pipeline)
         order = Order(
@@ -59,56 +63,62 @@ def train_loop(config: TrainConfig) -> Path:
             world_size=processes.world_size,
         )
         loader = stack.enter_context(Loader(training, order, num_workers=config.num_workers))
-        validation = held_out and Validation(held_out, processes, robot_dim)
+        validation = None if held_out is None else Validation(held_out, processes, robot_dim)
 
-        trainer = Trainer(config, _initial_model(config, processes), processes, robot_dim)
-        first_step = 0
-        if resumed is not None:
-            progress = restore(trainer, run / str(resumed), processes)
+        trainer = Trainer(config, _initial_model(config, processes, run), processes, robot_dim)
+        meter = Meter(config.batch_size)
+        if run.resumed_folder is not None:
+            progress = restore(trainer, run.resumed_folder)
             loader.load_state_dict(progress["loader"])
-            first_step = resumed + 1
-            logger.info("Resumed %s after step %d", run, resumed)
+            meter.load_state_dict(progress["meter"])
+            logger.info("Resumed %s after step %d", run.folder, run.resumed)
 
-        writer = CheckpointWriter(config, run, processes, _statistics(pipeline))
-        stack.callback(writer.wait)
-        trackers = make_trackers(config, run) if processes.is_first else []
-        for tracker in trackers:
-            stack.callback(tracker.close)
+        begin(run, config, processes)
+        statistics = _statistics(pipeline)
+        writer = stack.enter_context(CheckpointWriter(config, run.folder, processes, statistics))
+        trackers = _open_trackers(config, processes, run)
+        stack.callback(trackers.close)
+        bar = stack.enter_context(RunBar(config, run.first_step, processes.is_first))
+        signals = stack.enter_context(StopSignals())
 
-        meter, skipped = Meter(config.batch_size), 0
-        bar = stack.enter_context(RunBar(config, first_step, processes.is_first))
         last_step = config.num_train_steps - 1
-        for step in range(first_step, config.num_train_steps):
-            waiting = time.perf_counter()
+        for step in range(run.first_step, config.num_train_steps):
+            begun = time.perf_counter()
             batch = next(loader)
-            waited = time.perf_counter() - waiting
+            waited = time.perf_counter() - begun
             if step == 0 and processes.is_first:
-                save_first_batch(batch, run / "first_batch.png")
+                save_first_batch(batch, run.folder / "first_batch.png")
 
             result = trainer.step(batch, step)
             meter.add(result, waited)
-            skipped = _count_skipped(skipped, result, batch, step, config)
             bar.advance(meter)
+            if result.skipped:
+                _tell_skipped(result, batch, step)
+                _check_skipped(meter.skipped_in_a_row, config)
 
             if step % config.log_interval == 0 or step == last_step:
-                _log(trackers, step, config, meter)
-            if (
-                validation
-                and step
-                and (step % config.validation_interval == 0 or step == last_step)
-            ):
-                _validate(validation, trainer, trackers, step)
-            stopping = processes.agree(bool(stop_asked))
-            if (step and step % config.save_interval == 0) or step == last_step or stopping:
-                writer.save(trainer, step, {"loader": loader.state_dict()})
+                _log(trackers, step, config, meter.numbers(), processes)
+                meter.begin_interval()
+            if validation and (_is_due(step, config.validation_interval) or step == last_step):
+                _log_validation(trackers, step, validation.run(trainer), processes)
+
+            stopping = processes.agree(signals.asked is not None)
+            if _is_due(step, config.save_interval) or step == last_step or stopping:
+                progress = {"loader": loader.state_dict(), "meter": meter.state_dict()}
+                writer.save(trainer, step, progress)
             if stopping and step < last_step:
                 writer.finish()
-                raise TrainingStopped(
-                    f"Stopped by {stop_asked[0] if stop_asked else 'another process'} after step "
-                    f"{step}, which is saved. Go on with --resume."
-                )
+                raise _stopped(signals.asked, step)
         writer.finish()
-    return run / str(last_step)
+    return run.folder / str(max(last_step, run.resumed or 0))
+
+
+def _robot_action_dim(config: TrainConfig, pipeline: DataConfig) -> int | None:
+    """How many dimensions of an action are not padding; the statistics tell."""
+    stats = (pipeline.norm_stats or {}).get("actions")
+    if stats is None and config.mask_padded_dims:
+        raise ValueError("--mask-padded-dims needs statistics, which tell the robot's dimensions.")
+    return None if stats is None else stats.dim
 
 
 def _open_data(config: TrainConfig, pipeline: DataConfig) -> tuple[Samples, Samples | None]:
@@ -125,23 +135,22 @@ def _open_data(config: TrainConfig, pipeline: DataConfig) -> tuple[Samples, Samp
     )
 
 
-def _initial_model(config: TrainConfig, processes: distributed.Processes) -> Pi0 | Pi0FAST:
-    """Float32 masters, from a checkpoint or drawn with the run's seed."""
+def _initial_model(config: TrainConfig, processes: Processes, run: Run) -> Pi0 | Pi0FAST:
+    """Float32 masters: of the checkpoint to start from, or drawn; empty if the run is resumed."""
+    # FSDP moves a model to its device piece by piece; whole it may not fit there.
+    device = torch.device("cpu") if config.sharding == "fsdp" else processes.device
     torch.manual_seed(config.seed)
+    if run.resumed_folder is not None:
+        return weights.build_on_meta(config.model).to_empty(device=device)
     if config.weights is None:
-        return weights.build_model(config.model).to(processes.device)
+        return weights.build_model(config.model).to(device)
     return weights.load_model(
         config.weights,
         config.model,
         dtype=torch.float32,
-        device=processes.device,
+        device=device,
         may_be_new=config.may_be_new,
     )
-
-
-def _robot_action_dim(pipeline: DataConfig) -> int | None:
-    stats = (pipeline.norm_stats or {}).get("actions")
-    return None if stats is None else stats.dim
 
 
 def _statistics(pipeline: DataConfig) -> Statistics | None:
@@ -150,73 +159,62 @@ def _statistics(pipeline: DataConfig) -> Statistics | None:
     return Statistics(pipeline.asset_id, pipeline.norm_stats)
 
 
-def _count_skipped(
-    skipped: int, result: StepResult, batch: Mapping[str, Any], step: int, config: TrainConfig
-) -> int:
-    """How many steps in a row were not finite; too many end the run."""
-    if not result.skipped:
-        return 0
-    frames = ", ".join(
-        f"{int(episode)}/{int(frame)}"
-        for episode, frame in zip(batch["episode_index"], batch["frame_index"])
-    )
+def _open_trackers(config: TrainConfig, processes: Processes, run: Run) -> Trackers:
+    if not processes.is_first:
+        return Trackers([])
+    return make_trackers(config, run.folder, run.first_step)
+
+
+def _is_due(step: int, interval: int) -> bool:
+    return step > 0 and step % interval == 0
+
+
+def _tell_skipped(result: StepResult, batch: Mapping[str, Any], step: int) -> None:
+    frames = [
+        f"{int(episode)}/{int(frame)}{' (!)' if number in result.bad_samples else ''}"
+        for number, (episode, frame) in enumerate(zip(batch["episode_index"], batch["frame_index"]))
+    ]
     logger.warning(
-        "Step %d skipped: loss %s, gradient norm %s. Episodes/frames of the batch: %s",
+        "Step %d skipped: loss %s, gradient norm %s. Episode/frame of its samples, with (!) where "
+        "the loss is not finite: %s",
         step,
         result.loss,
         result.gradient_norm,
-        frames,
+        ", ".join(frames),
     )
-    if skipped + 1 >= config.max_skipped_steps:
+
+
+def _check_skipped(in_a_row: int, config: TrainConfig) -> None:
+    if in_a_row >= config.max_skipped_steps:
         raise TrainingStopped(
-            f"{skipped + 1} steps in a row had a loss or gradient that is not finite; the last "
-            "checkpoint is untouched. Lower --lr-schedule.peak-lr, look at the episodes above with "
-            "`piston data check`, or try --model.dtype float32."
+            f"{in_a_row} steps in a row had a loss or gradient that is not finite; checkpoints are "
+            "untouched. Lower --lr-schedule.peak-lr, look at the episodes above with `piston data "
+            "check`, or try --model.dtype float32; then go on with --resume."
         )
-    return skipped + 1
 
 
-def _log(trackers: list[Tracker], step: int, config: TrainConfig, meter: Meter) -> None:
-    numbers = meter.numbers()
-    meter.reset()
-    for tracker in trackers:
-        tracker.log(step, numbers)
-    if trackers:
-        logger.info("step %d/%d  %s", step, config.num_train_steps, describe(numbers))
+def _log(
+    trackers: Trackers, step: int, config: TrainConfig, numbers: Numbers, processes: Processes
+) -> None:
+    trackers.log(step, numbers)
+    if processes.is_first:
+        left = time_left(numbers, (config.num_train_steps - step - 1) * config.batch_size)
+        logger.info("step %d/%d  %s  %s", step, config.num_train_steps, describe(numbers), left)
 
 
-def _validate(validation: Validation, trainer: Trainer, trackers: list[Tracker], step: int) -> None:
-    """With the weights that would be served."""
-    trainer.model.eval()
-    if trainer.ema is None:
-        numbers = validation.run(trainer.model)
-    else:
-        with trainer.ema.applied():
-            numbers = validation.run(trainer.model)
-    trainer.model.train()
-    for tracker in trackers:
-        tracker.log(step, numbers)
-    if trackers:
+def _log_validation(trackers: Trackers, step: int, numbers: Numbers, processes: Processes) -> None:
+    trackers.log(step, numbers)
+    if processes.is_first:
         told = (
             f"{name} {value:.4f}" for name, value in numbers.items() if isinstance(value, float)
         )
         logger.info("step %d  %s", step, "  ".join(told))
 
 
-@contextmanager
-def _signals() -> Iterator[list[str]]:
-    """SIGTERM and Ctrl-C ask the loop to finish its step and save; a second Ctrl-C ends at once."""
-    asked: list[str] = []
-
-    def ask(number: int, _: object) -> None:
-        if asked and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        asked.append(signal.Signals(number).name)
-        logger.info("%s: finishing the step, then saving.", asked[-1])
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _stopped(asked: signal.Signals | None, step: int) -> TrainingStopped:
+    """As shells report it: 128 and the number of the signal."""
+    by = "a signal to another process" if asked is None else asked.name
+    code = 128 + (signal.SIGTERM if asked is None else asked)
+    return TrainingStopped(
+        f"Stopped by {by} after step {step}, which is saved. Go on with --resume.", code
+    )

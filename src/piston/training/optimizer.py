@@ -16,16 +16,14 @@ from piston.optimization import AdamW
 from piston.training.distributed import whole
 
 
-def trainable(model: nn.Module, frozen: Sequence[str]) -> dict[str, nn.Parameter]:
-    """Freeze what the patterns match; the parameters that train, by name."""
-    freeze(model, frozen)
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not trained:
+def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Stop training what the patterns match; something has to be left."""
+    freeze(model, patterns)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
-            f"Nothing is left to train: --freeze {' '.join(frozen)} matches every parameter. "
+            f"Nothing is left to train: --freeze {' '.join(patterns)} matches every parameter. "
             'Make an exception with "!", as in "!*lora*".'
         )
-    return trained
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: AdamW) -> torch.optim.AdamW:
@@ -36,6 +34,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: AdamW) -> torch.o
         betas=(config.b1, config.b2),
         eps=config.eps,
         weight_decay=config.weight_decay,
+        fused=True,  # one pass over memory, and none of its own for temporary numbers
     )
 
 
@@ -47,6 +46,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Float[Tensor, ""]:
     """Scale all gradients down together to the norm; the norm they had before."""
     with_gradient = [p for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(p.grad for p in with_gradient if p.grad is not None)
+    gradients = [p.grad for p in with_gradient if p.grad is not None]
+    norm = whole(torch.nn.utils.get_total_norm(gradients))
     torch.nn.utils.clip_grads_with_norm_(with_gradient, max_norm, norm)
-    return whole(norm)
+    return norm

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import logging
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,38 +25,64 @@ _MAX_SAMPLES_SHOWN = 4
 
 
 class Meter:
-    """Means over an interval, and how much of its time went into waiting for data."""
+    """Means over an interval, and how much of its time went into waiting for data.
+
+    Its state goes into checkpoints: after a resume the means are of the same steps.
+    """
 
     def __init__(self, batch_size: int) -> None:
         self._batch_size = batch_size
-        self.reset()
+        self._skipped, self.skipped_in_a_row = 0, 0
+        self.begin_interval()
 
-    def reset(self) -> None:
-        self._started = time.perf_counter()
-        self._waited = 0.0
-        self._results: list[StepResult] = []
+    def begin_interval(self) -> None:
+        self._count, self._loss, self._gradient_norm = 0, 0.0, 0.0
+        self._steps, self._waited, self._started = 0, 0.0, time.perf_counter()
+        self._learning_rate = float("nan")
 
     def add(self, result: StepResult, waited: float) -> None:
+        self._steps += 1
         self._waited += waited
-        self._results.append(result)
+        self._learning_rate = result.learning_rate
+        if result.skipped:
+            self._skipped += 1
+            self.skipped_in_a_row += 1
+        else:
+            self.skipped_in_a_row = 0
+            self._count += 1
+            self._loss += result.loss
+            self._gradient_norm += result.gradient_norm
 
     def numbers(self) -> Numbers:
         elapsed = time.perf_counter() - self._started
-        good = [result for result in self._results if not result.skipped]
         return {
-            "loss": _mean([result.loss for result in good]),
-            "gradient_norm": _mean([result.gradient_norm for result in good]),
-            "learning_rate": self._results[-1].learning_rate,
-            "samples_per_second": self._batch_size * len(self._results) / elapsed,
+            "loss": self._loss / self._count if self._count else None,
+            "gradient_norm": self._gradient_norm / self._count if self._count else None,
+            "learning_rate": self._learning_rate,
+            "samples_per_second": self._batch_size * self._steps / elapsed,
             "waiting_for_data": self._waited / elapsed,
-            "skipped_steps": len(self._results) - len(good),
+            "skipped_steps": self._skipped,
         }
+
+    def state_dict(self) -> dict[str, float]:
+        return {
+            "count": self._count,
+            "loss": self._loss,
+            "gradient_norm": self._gradient_norm,
+            "skipped": self._skipped,
+            "skipped_in_a_row": self.skipped_in_a_row,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._count, self._loss = state["count"], state["loss"]
+        self._gradient_norm = state["gradient_norm"]
+        self._skipped, self.skipped_in_a_row = state["skipped"], state["skipped_in_a_row"]
 
 
 class RunBar:
     """A bar on a terminal, nothing elsewhere; the log has a line per interval either way."""
 
-    def __init__(self, config: TrainConfig, start: int, shown: bool) -> None:
+    def __init__(self, config: TrainConfig, first_step: int, shown: bool) -> None:
         console = Console(stderr=True)
         self._bar = progress.Progress(
             progress.TextColumn(config.exp_name, markup=False),
@@ -64,26 +92,45 @@ class RunBar:
             progress.TimeRemainingColumn(),
             console=console,
             disable=not (shown and console.is_terminal),
+            speed_estimate_period=600,
         )
-        self._task = self._bar.add_task("", total=config.num_train_steps, completed=start, state="")
+        self._task = self._bar.add_task(
+            "", total=config.num_train_steps, completed=first_step, state=""
+        )
+        self._redirected: list[tuple[logging.StreamHandler[Any], Any]] = []
 
     def __enter__(self) -> Self:
+        before = sys.stderr
         self._bar.start()
+        # While there is a bar, what goes to stderr has to pass above it; log lines as well.
+        for handler in logging.getLogger().handlers:
+            if isinstance(handler, logging.StreamHandler) and handler.stream is before:
+                self._redirected.append((handler, handler.setStream(sys.stderr)))
         return self
 
     def __exit__(self, *_: object) -> None:
+        for handler, stream in self._redirected:
+            if stream is not None:
+                handler.setStream(stream)
         self._bar.stop()
 
     def advance(self, meter: Meter) -> None:
-        numbers = meter.numbers()
-        self._bar.update(self._task, advance=1, state=describe(numbers))
+        self._bar.update(self._task, advance=1, state=describe(meter.numbers()))
 
 
 def describe(numbers: Numbers) -> str:
+    loss = "–" if numbers["loss"] is None else f"{numbers['loss']:.4f}"
     return (
-        f"loss {numbers['loss']:.4f}  lr {numbers['learning_rate']:.2e}  "
+        f"loss {loss}  lr {numbers['learning_rate']:.2e}  "
         f"{numbers['samples_per_second']:.1f} samples/s  data {numbers['waiting_for_data']:.0%}"
     )
+
+
+def time_left(numbers: Numbers, num_samples: int) -> str:
+    """How long so many more samples take at the present rate: `2:05:10 left`."""
+    rate = numbers["samples_per_second"]
+    assert isinstance(rate, float)
+    return f"{datetime.timedelta(seconds=round(num_samples / rate))} left"
 
 
 def save_first_batch(batch: Mapping[str, Any], path: Path) -> None:
@@ -97,7 +144,3 @@ def save_first_batch(batch: Mapping[str, Any], path: Path) -> None:
         rows.append(np.concatenate(pictures, axis=1))
     Image.fromarray(np.concatenate(rows, axis=0).astype(np.uint8)).save(path)
     logger.info("First batch: %s (a row per sample; %s)", path, ", ".join(sorted(images)))
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else float("nan")

@@ -2,60 +2,126 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import logging
 import shutil
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import filelock
+
 from piston.config import TrainConfig
 from piston.serialization import to_json
-from piston.training.checkpoint import newest_whole_step, saved_steps
+from piston.training.checkpoint import UNFINISHED, newest_whole_step, saved_steps
 from piston.training.distributed import Processes
-from piston.training.trackers import METRICS, forget_after
+from piston.training.trackers import METRICS, forget_after, read_lines
 
 logger = logging.getLogger(__name__)
 
 CONFIG = "run.json"
+# Seconds until a file of one machine is seen on another, at the latest.
+_PATIENCE = 60.0
 
 
-def open_run(config: TrainConfig, processes: Processes) -> tuple[Path, int | None]:
-    """The folder, and the step to go on after; None for a run that begins."""
+@dataclasses.dataclass(frozen=True)
+class Run:
+    folder: Path
+    # The step to go on after; None for a run that begins.
+    resumed: int | None
+
+    @property
+    def first_step(self) -> int:
+        return 0 if self.resumed is None else self.resumed + 1
+
+    @property
+    def resumed_folder(self) -> Path | None:
+        return None if self.resumed is None else self.folder / str(self.resumed)
+
+
+@contextlib.contextmanager
+def open_run(config: TrainConfig, processes: Processes) -> Iterator[Run]:
+    """Finds where to go on, or refuses; changes nothing yet. No two can have the same run."""
     folder = config.checkpoint_dir.absolute()
-    resumed: int | None = None
+    with contextlib.ExitStack() as stack:
+        if processes.is_first:
+            stack.enter_context(_lock(folder))
+        yield Run(folder, processes.from_first(lambda: _find_step(config, folder)))
+
+
+def begin(run: Run, config: TrainConfig, processes: Processes) -> None:
+    """Make the folder ready for steps. Here, and not before, --overwrite deletes."""
+    if processes.is_first:
+        if run.resumed is None and run.folder.exists():
+            shutil.rmtree(run.folder)
+        run.folder.mkdir(parents=True, exist_ok=True)
+        _tidy(run)
+        (run.folder / CONFIG).write_text(json.dumps(to_json(config), indent=2))
+    processes.wait_for_all()
+    _check_shared(run.folder)
+
+
+def _find_step(config: TrainConfig, folder: Path) -> int | None:
     if config.resume:
-        resumed = newest_whole_step(folder)
-        if resumed is None and saved_steps(folder):
+        step = newest_whole_step(folder)
+        if step is None and saved_steps(folder):
             raise ValueError(
                 f"None of the checkpoints in {folder} is whole (see the warnings above), so there "
                 "is nothing to resume from. Give --overwrite to begin again; it deletes them."
             )
-        if resumed is None:
+        if step is None:
             logger.info("Nothing to resume in %s: the run begins.", folder)
-    elif folder.exists() and any(folder.iterdir()) and not config.overwrite:
+        return step
+    if folder.exists() and any(folder.iterdir()) and not config.overwrite:
         raise FileExistsError(
             f"{folder} exists already. Give --resume to go on with that run, --overwrite to delete "
             "it and begin again, or another --exp-name."
         )
-    processes.wait_for_all()  # all have looked before the first one changes anything
-    if processes.is_first:
-        if resumed is None and folder.exists():
-            shutil.rmtree(folder)
-        _prepare(folder, config, resumed)
-    processes.wait_for_all()
-    return folder, resumed
+    return None
 
 
-def _prepare(folder: Path, config: TrainConfig, resumed: int | None) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for leftover in folder.glob("*.partial"):  # of a process that was killed while it saved
-        shutil.rmtree(leftover)
-    for step in saved_steps(folder):
-        if resumed is not None and step > resumed:  # damaged, and told of
-            (folder / str(step)).rename(folder / f"{step}.damaged")
-    if resumed is not None:
-        forget_after(folder / METRICS, resumed)
-    (folder / CONFIG).write_text(json.dumps(to_json(config), indent=2))
+def _tidy(run: Run) -> None:
+    """Put away what a process that was killed left behind."""
+    for pattern in UNFINISHED:
+        for leftover in run.folder.glob(pattern):
+            shutil.rmtree(leftover)
+    for step in saved_steps(run.folder):
+        if step >= run.first_step:  # damaged, and told of
+            damaged = run.folder / f"{step}.damaged"
+            shutil.rmtree(damaged, ignore_errors=True)
+            (run.folder / str(step)).rename(damaged)
+    forget_after(run.folder / METRICS, run.first_step - 1)
+
+
+def _check_shared(folder: Path) -> None:
+    deadline = time.monotonic() + _PATIENCE
+    while not (folder / CONFIG).is_file():
+        if time.monotonic() > deadline:
+            raise FileNotFoundError(
+                f"This process does not see {folder}, which the first one has made. All machines "
+                "of a run need the same disk there: set --checkpoint-base-dir."
+            )
+        time.sleep(0.5)
+
+
+@contextlib.contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """The system takes the lock away from a process that ends, however it ends."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(folder.with_name(f".{folder.name}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        raise FileExistsError(
+            f"Another process is training {folder}. End it first, or give another --exp-name."
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def list_runs(base: Path) -> list[dict[str, Any]]:
@@ -64,23 +130,16 @@ def list_runs(base: Path) -> list[dict[str, Any]]:
     for path in sorted(base.glob(f"*/*/{CONFIG}")):
         folder = path.parent
         steps = saved_steps(folder)
+        logged = [line for line in read_lines(folder / METRICS) if "loss" in line]
         runs.append(
             {
                 "preset": folder.parent.name,
                 "name": folder.name,
                 "folder": folder,
                 "num_train_steps": json.loads(path.read_text())["num_train_steps"],
-                **_last_numbers(folder / METRICS),
+                "step": logged[-1]["step"] if logged else None,
+                "loss": logged[-1]["loss"] if logged else None,
                 "checkpoint": folder / str(steps[-1]) if steps else None,
             }
         )
     return runs
-
-
-def _last_numbers(path: Path) -> dict[str, Any]:
-    lines = path.read_text().splitlines() if path.is_file() else []
-    for line in reversed(lines):
-        numbers = json.loads(line)
-        if "loss" in numbers:
-            return {"step": numbers["step"], "loss": numbers["loss"]}
-    return {"step": None, "loss": None}

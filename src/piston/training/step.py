@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,9 +23,23 @@ from piston.models import augmentation
 from piston.models.autoregressive import Pi0FAST
 from piston.models.flow import Pi0, sample_time, standard_normal
 from piston.observation import Observation
-from piston.training.distributed import Processes, gradients_exchanged, shard
+from piston.training.distributed import (
+    Processes,
+    gradients_exchanged,
+    layers,
+    let_go,
+    shard,
+)
 from piston.training.ema import EMA
-from piston.training.optimizer import clip_gradients, make_optimizer, set_learning_rate, trainable
+from piston.training.optimizer import (
+    clip_gradients,
+    freeze_parameters,
+    make_optimizer,
+    set_learning_rate,
+)
+
+# Of every sample, or of every number of its actions.
+Errors = Float[Tensor, " b"] | Float[Tensor, "b h a"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +49,8 @@ class StepResult:
     loss: float
     gradient_norm: float
     learning_rate: float
+    # Of this process's samples, those whose own loss is not finite.
+    bad_samples: tuple[int, ...] = ()
 
     @property
     def skipped(self) -> bool:
@@ -50,56 +67,64 @@ class Trainer:
         processes: Processes,
         robot_action_dim: int | None = None,
     ) -> None:
-        if config.mask_padded_dims and robot_action_dim is None:
-            raise ValueError("--mask-padded-dims needs statistics, which tell the robot's dims.")
+        """`robot_action_dim` is for --mask-padded-dims: how many dimensions are not padding."""
         self.config, self.model, self.processes = config, model, processes
+        self._robot_action_dim = robot_action_dim if config.mask_padded_dims else None
         model.gradient_checkpointing = config.gradient_checkpointing
-        trainable(model, config.freeze)
+        freeze_parameters(model, config.freeze)
+        if config.compile:
+            # Layer by layer: quick, as all layers of a kind share what is compiled.
+            for layer in layers(model):
+                layer.compile()
         method = "loss" if isinstance(model, Pi0FAST) else "velocity_error"
         self._forward = shard(model, method, config.sharding)
-        if config.compile:
-            self._forward = torch.compile(self._forward)
         # Asked for only now: sharding puts other tensors in their place.
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.optimizer = make_optimizer(self.parameters.values(), config.optimizer)
         self.ema = EMA(self.parameters, config.ema_decay) if config.ema_decay else None
-        self._robot_action_dim = robot_action_dim if config.mask_padded_dims else None
 
     def step(self, batch: Mapping[str, Any], step: int) -> StepResult:
         """`batch` is this process's part of the step's batch."""
-        rate = self.config.lr_schedule(step)
         self.optimizer.zero_grad(set_to_none=True)
         draws = self._draw(len(batch["state"]), step)
         weights = self._weights(batch)
         # Each process divides by the weight of all, and gradients are averaged over processes.
         scale = self.processes.world_size / self.processes.sum(weights.sum().item())
-        loss = 0.0
+        losses, errors = [], []
         parts = self._parts(len(weights))
         for part in parts:
             with gradients_exchanged(self._forward, now=part == parts[-1]):
-                errors = self._errors(batch, part, draws)
-                part_loss = (errors * weights[part]).sum() * scale
-                part_loss.backward()
-            loss += part_loss.item()
+                part_errors = self._errors(batch, part, draws)
+                loss = (part_errors * weights[part].to(part_errors.device)).sum() * scale
+                loss.backward()
+            losses.append(loss.detach())
+            errors.append(part_errors.detach())
         norm = clip_gradients(self.parameters.values(), self.config.optimizer.clip_gradient_norm)
-        mean_loss = self.processes.sum(loss) / self.processes.world_size
-        result = StepResult(mean_loss, norm.item(), rate)
-        if not result.skipped:
-            set_learning_rate(self.optimizer, rate)
-            self.optimizer.step()
-            if self.ema is not None:
-                self.ema.update()
+        mean_loss = self.processes.sum(torch.stack(losses).sum().item()) / self.processes.world_size
+        result = StepResult(mean_loss, norm.item(), self.config.lr_schedule(step))
+        if result.skipped:
+            return dataclasses.replace(result, bad_samples=_not_finite(torch.cat(errors)))
+        set_learning_rate(self.optimizer, result.learning_rate)
+        self.optimizer.step()
+        if self.ema is not None:
+            self.ema.update()
         return result
+
+    @contextmanager
+    def served_weights(self) -> Iterator[Pi0 | Pi0FAST]:
+        """The model as it would be served: inside, it computes with the mean of its weights."""
+        self.model.eval()
+        try:
+            with nullcontext() if self.ema is None else self.ema.applied():
+                yield self.model
+                let_go(self.model)
+        finally:
+            self.model.train()
 
     def _parts(self, size: int) -> list[slice]:
         """Micro-batches; gradients add up over them."""
-        count = self.config.gradient_accumulation
-        if size % count:
-            raise ValueError(
-                f"--gradient-accumulation {count} must divide the {size} samples that each process "
-                "has of a batch."
-            )
-        return [slice(start, start + size // count) for start in range(0, size, size // count)]
+        part = size // self.config.gradient_accumulation
+        return [slice(start, start + part) for start in range(0, size, part)]
 
     def _draw(self, size: int, step: int) -> dict[str, Tensor]:
         """This process's share of the step's random numbers."""
@@ -118,35 +143,28 @@ class Trainer:
         mine = slice(rank * size, (rank + 1) * size)
         return {name: numbers[mine] for name, numbers in drawn.items()}
 
-    def _errors(
-        self, batch: Mapping[str, Any], part: slice, draws: Mapping[str, Tensor]
-    ) -> Float[Tensor, " b"] | Float[Tensor, "b h a"]:
+    def _errors(self, batch: Mapping[str, Any], part: slice, draws: Mapping[str, Tensor]) -> Errors:
         device = self.processes.device
         observation = Observation.from_dict(_cut(batch, part)).to(device, non_blocking=True)
         if isinstance(self.model, Pi0FAST):
             return self._forward(observation)
         mine = {name: numbers[part].to(device) for name, numbers in draws.items()}
-        observation = augmentation.augment(observation, mine["views"])
+        if self.config.augmentation:
+            observation = augmentation.augment(observation, mine["views"])
         actions = batch["actions"][part].to(device, torch.float32)
         return self._forward(observation, actions, mine["noise"], mine["time"]).mean(1)
 
-    def _weights(self, batch: Mapping[str, Any]) -> Float[Tensor, " b"] | Float[Tensor, "b h a"]:
-        """How much each number counts: all the same, but for what the masks leave out."""
-        size, device = len(batch["state"]), self.processes.device
+    def _weights(self, batch: Mapping[str, Any]) -> Errors:
+        """How much each error counts: all the same, but for those that the masks leave out."""
         if isinstance(self.model, Pi0FAST):
-            return torch.ones(size, device=device)
-        weights = torch.ones(batch["actions"].shape, device=device)
+            return torch.ones(len(batch["state"]))
+        weights = torch.ones(batch["actions"].shape)
         if self.config.mask_padded_steps:
-            padded: Bool[Tensor, "b h"] = batch["action_is_pad"].to(device)
+            padded: Bool[Tensor, "b h"] = batch["action_is_pad"]
             weights.masked_fill_(padded[..., None], 0)
         if self._robot_action_dim is not None:
             weights[..., self._robot_action_dim :] = 0
         return weights
-
-    def served_state(self) -> Mapping[str, Tensor]:
-        """What gets served: the mean of the weights where there is one."""
-        mean: Mapping[str, Tensor] = {} if self.ema is None else self.ema.mean
-        return {name: mean.get(name, value) for name, value in self.model.state_dict().items()}
 
 
 def _cut(batch: Mapping[str, Any], part: slice) -> dict[str, Any]:
@@ -154,6 +172,11 @@ def _cut(batch: Mapping[str, Any], part: slice) -> dict[str, Any]:
         name: _cut(value, part) if isinstance(value, Mapping) else value[part]
         for name, value in batch.items()
     }
+
+
+def _not_finite(errors: Errors) -> tuple[int, ...]:
+    finite = errors.flatten(1).isfinite().all(1) if errors.ndim > 1 else errors.isfinite()
+    return tuple((~finite).nonzero().flatten().tolist())
 
 
 def _mix(seed: int, step: int) -> int:

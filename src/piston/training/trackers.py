@@ -5,7 +5,11 @@ Knows names and numbers; knows nothing of training.
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import logging
+import math
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,8 +17,11 @@ from typing import Any, Protocol
 from piston.config import TrainConfig
 from piston.serialization import to_json
 
+logger = logging.getLogger(__name__)
+
 METRICS = "metrics.jsonl"
-Numbers = Mapping[str, float | Sequence[float]]
+# A list has one number per dimension; what is None or not finite is left out.
+Numbers = Mapping[str, float | Sequence[float] | None]
 
 
 class Tracker(Protocol):
@@ -23,19 +30,48 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
-def make_trackers(config: TrainConfig, run: Path) -> list[Tracker]:
+class Trackers:
+    """All of them as one. What cannot be written is told of; training goes on without it."""
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self._trackers = trackers
+
+    def log(self, step: int, numbers: Numbers) -> None:
+        known = {name: value for name, value in numbers.items() if _is_known(value)}
+        for tracker in self._trackers:
+            try:
+                tracker.log(step, known)
+            except OSError as error:
+                logger.error("Metrics of step %d were not written: %s", step, error)
+
+    def close(self) -> None:
+        for tracker in self._trackers:
+            try:
+                tracker.close()
+            except OSError as error:
+                logger.error("Metrics were not all written: %s", error)
+
+
+def require_trackers(config: TrainConfig) -> None:
+    """Refuse what is not installed, before anything slow happens."""
+    for name in config.tracking:
+        if importlib.util.find_spec(name) is None:
+            raise ImportError(f"--tracking {name} needs {name}. Run: pip install 'piston[track]'")
+
+
+def make_trackers(config: TrainConfig, run: Path, first_step: int) -> Trackers:
     kinds: dict[str, type[TensorBoard] | type[WeightsAndBiases]] = {
         "tensorboard": TensorBoard,
         "wandb": WeightsAndBiases,
     }
-    return [JsonLines(run / METRICS), *(kinds[name](config, run) for name in config.tracking)]
+    asked = [kinds[name](config, run, first_step) for name in config.tracking]
+    return Trackers([JsonLines(run / METRICS), *asked])
 
 
 class JsonLines:
     """One JSON object per line. A resumed run appends, after the lines up to where it resumes."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, numbers: Numbers) -> None:
@@ -46,23 +82,33 @@ class JsonLines:
         self._file.close()
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """What was logged; a line that was not written to its end is left out."""
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            logger.debug("Not a whole line in %s: %s", path, line)
+    return lines
+
+
 def forget_after(path: Path, step: int) -> None:
     """Drop lines of steps that a resumed run does again."""
     if path.is_file():
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-        path.write_text("".join(kept), encoding="utf-8")
+        kept = [line for line in read_lines(path) if line["step"] <= step]
+        fresh = path.with_suffix(".unfinished")
+        fresh.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        fresh.replace(path)
 
 
 class TensorBoard:
-    def __init__(self, config: TrainConfig, run: Path) -> None:  # noqa: ARG002
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ImportError(
-                "--tracking tensorboard needs tensorboard. Run: pip install 'piston[track]'"
-            ) from error
-        self._writer: Any = SummaryWriter(str(run / "tensorboard"))
+    """Of a resumed run, what was logged after `first_step` before is not shown any more."""
+
+    def __init__(self, config: TrainConfig, run: Path, first_step: int) -> None:  # noqa: ARG002
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(run / "tensorboard"), purge_step=first_step)
 
     def log(self, step: int, numbers: Numbers) -> None:
         for name, value in flat(numbers).items():
@@ -75,17 +121,13 @@ class TensorBoard:
 class WeightsAndBiases:
     """`WANDB_MODE=offline` keeps everything in the run's folder."""
 
-    def __init__(self, config: TrainConfig, run: Path) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise ImportError(
-                "--tracking wandb needs wandb. Run: pip install 'piston[track]'"
-            ) from error
+    def __init__(self, config: TrainConfig, run: Path, first_step: int) -> None:  # noqa: ARG002
+        import wandb
+
         self._run: Any = wandb.init(
             project="piston",
             name=config.exp_name,
-            id=f"{config.name}-{config.exp_name}",
+            id=_own_id(run / "wandb_id.txt"),
             resume="allow",
             dir=str(run),
             config=to_json(config),
@@ -98,12 +140,24 @@ class WeightsAndBiases:
         self._run.finish()
 
 
+def _own_id(path: Path) -> str:
+    """The same for a run that is resumed, another one for a run that begins again."""
+    if not path.is_file():
+        path.write_text(uuid.uuid4().hex)
+    return path.read_text()
+
+
 def flat(numbers: Numbers) -> dict[str, float]:
     """Lists of numbers, one per dimension, as numbers of their own."""
     result: dict[str, float] = {}
     for name, value in numbers.items():
         if isinstance(value, Sequence):
             result |= {f"{name}/{index}": number for index, number in enumerate(value)}
-        else:
+        elif value is not None:
             result[name] = value
     return result
+
+
+def _is_known(value: float | Sequence[float] | None) -> bool:
+    """JSON has no numbers that are not finite."""
+    return value is not None and (not isinstance(value, float) or math.isfinite(value))

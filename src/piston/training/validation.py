@@ -2,18 +2,21 @@
 
 The flow loss says how well noise is told from actions; the error of sampled actions, which is more
 telling, says how far the robot would have been from what was recorded, per dimension, in units of
-the normalised actions. Noise and times are the same at every validation.
+the normalised actions. Noise and times are the same at every validation, and for any number of
+processes.
 
 Dims: b batch, h horizon, a action dim.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from piston.data.batches import collate
@@ -22,11 +25,28 @@ from piston.models.autoregressive import Pi0FAST
 from piston.models.flow import Pi0, sample_time, standard_normal
 from piston.observation import Observation
 from piston.training.distributed import Processes
+from piston.training.step import Trainer
 from piston.training.trackers import Numbers
 
 _NUM_SAMPLES = 64
 _BATCH = 8
-_SEED = 0
+
+
+@dataclasses.dataclass
+class _Sums:
+    """Over samples, and over those of their steps that were recorded."""
+
+    loss: float = 0.0
+    num_samples: int = 0
+    # Of a flow model only.
+    distance: Float[np.ndarray, " a"] | float = 0.0
+    num_steps: int = 0
+
+    def add(self, other: _Sums) -> None:
+        self.loss += other.loss
+        self.num_samples += other.num_samples
+        self.distance = self.distance + other.distance
+        self.num_steps += other.num_steps
 
 
 class Validation:
@@ -35,48 +55,53 @@ class Validation:
     def __init__(self, samples: Samples, processes: Processes, robot_dim: int | None) -> None:
         self._samples, self._processes, self._robot_dim = samples, processes, robot_dim
         frames = np.linspace(0, len(samples) - 1, min(_NUM_SAMPLES, len(samples))).astype(int)
-        # Every process takes a part; all of them work through the same number of batches.
-        per_round = _BATCH * processes.world_size
-        self._frames = np.resize(frames, -(-len(frames) // per_round) * per_round)
+        self._batches = [frames[i : i + _BATCH].tolist() for i in range(0, len(frames), _BATCH)]
 
     @torch.no_grad()
-    def run(self, model: Pi0 | Pi0FAST) -> Numbers:
-        rank, size = self._processes.rank, self._processes.world_size
-        losses, errors = [], []
-        for index, frames in enumerate(np.split(self._frames, len(self._frames) // _BATCH)):
-            if index % size == rank:
-                loss, error = self._batch(model, frames.tolist(), index)
-                losses.append(loss)
-                errors.append(error)
-        count = self._processes.sum(len(losses))
-        numbers: dict[str, float | Sequence[float]] = {
-            "validation/loss": self._processes.sum(sum(losses)) / count
-        }
-        if errors[0] is not None:
-            total = np.sum([error for error in errors if error is not None], axis=0)
-            mean = [self._processes.sum(float(value)) / count for value in total]
+    def run(self, trainer: Trainer) -> Numbers:
+        """With the weights that would be served."""
+        with trainer.served_weights() as model:
+            sums = self._sums(model)
+        total = self._processes.sum
+        loss = total(sums.loss) / total(sums.num_samples)
+        numbers: dict[str, float | Sequence[float] | None] = {"validation/loss": loss}
+        if isinstance(model, Pi0):
+            dim, steps = self._robot_dim or model.config.action_dim, total(sums.num_steps)
+            # A process without a batch of its own has no distance, but takes part in the sum.
+            mean = [total(float(value)) / steps for value in np.broadcast_to(sums.distance, dim)]
             numbers["validation/action_error"] = float(np.mean(mean))
             numbers["validation/action_error_per_dim"] = mean
         return numbers
 
-    def _batch(
-        self, model: Pi0 | Pi0FAST, frames: list[int], seed: int
-    ) -> tuple[float, np.ndarray | None]:
+    def _sums(self, model: Pi0 | Pi0FAST) -> _Sums:
+        rank, size = self._processes.rank, self._processes.world_size
+        sums = _Sums()
+        # Each process takes its share of the batches. All of them work equally often, as sharded
+        # models need it; what a process does only for that is not counted.
+        for turn in range(0, len(self._batches), size):
+            number = min(turn + rank, len(self._batches) - 1)
+            result = self._batch(model, self._batches[number], seed=number)
+            if number == turn + rank:
+                sums.add(result)
+        return sums
+
+    def _batch(self, model: Pi0 | Pi0FAST, frames: list[int], seed: int) -> _Sums:
         batch: dict[str, Any] = collate([self._samples[frame] for frame in frames])
         observation = Observation.from_dict(batch).to(self._processes.device)
         if isinstance(model, Pi0FAST):
-            return model.loss(observation).mean().item(), None
+            return _Sums(model.loss(observation).sum().item(), len(frames))
         actions = batch["actions"].to(self._processes.device)
-        generator = torch.Generator().manual_seed(_SEED + seed)
-        cpu = torch.device("cpu")
+        generator, cpu = torch.Generator().manual_seed(seed), torch.device("cpu")
         noise = standard_normal(tuple(actions.shape), cpu, generator).to(actions.device)
         times = sample_time((len(actions),), cpu, generator).to(actions.device)
-        loss = model.velocity_error(observation, actions, noise, times).mean().item()
+        loss = model.velocity_error(observation, actions, noise, times).mean((1, 2)).sum()
         sampled = model.sample_actions(observation, noise)
-        return loss, self._error(sampled, actions, batch["action_is_pad"])
+        recorded = ~batch["action_is_pad"].to(actions.device)
+        distance = self._distance(sampled[recorded], actions[recorded])
+        return _Sums(loss.item(), len(frames), distance, int(recorded.sum()))
 
-    def _error(self, sampled: Tensor, actions: Tensor, padded: Tensor) -> np.ndarray:
-        """Mean distance per dimension over the steps that were recorded."""
-        real = ~padded.to(actions.device)
-        distance = (sampled - actions).abs()[real].mean(0)
-        return distance[: self._robot_dim].double().cpu().numpy()
+    def _distance(
+        self, sampled: Float[Tensor, "n a"], actions: Float[Tensor, "n a"]
+    ) -> Float[np.ndarray, " a"]:
+        distance = (sampled - actions).abs().double().sum(0)
+        return distance[: self._robot_dim].cpu().numpy()

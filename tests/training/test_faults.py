@@ -1,0 +1,178 @@
+"""Runs that are cut: whatever happens, the next start goes on as if nothing had."""
+
+import dataclasses
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+
+from piston.training.checkpoint import saved_steps
+from piston.training.loop import train_loop
+
+from .running import (
+    assert_same_run,
+    command,
+    losses,
+    metrics,
+    started,
+    tiny,
+    wait_for,
+)
+from .tiny_presets import SLOW_TO_SAVE
+
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def uncut(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uncut")
+    return train_loop(tiny(folder, num_train_steps=STEPS, save_interval=7)).parent
+
+
+def _resume(folder, **changes):
+    return train_loop(tiny(folder, resume=True, num_train_steps=STEPS, save_interval=7, **changes))
+
+
+def _options(*more):
+    return (f"--num-train-steps={STEPS}", "--save-interval=7", *more)
+
+
+def test_killed_during_a_step(tmp_path, uncut):
+    run = tmp_path / "tiny" / "run"
+    with started(command(tmp_path, *_options())) as process:
+        wait_for(lambda: len(losses(run)) > 17, process)
+        process.kill()
+    assert 7 in saved_steps(run)
+    assert len(losses(run)) < STEPS
+    _resume(tmp_path)
+    assert_same_run(run, uncut, STEPS - 1)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_asked_to_stop(tmp_path, uncut, number, code):
+    """The whole group gets the signal, as from torchrun and clusters: data workers as well."""
+    run = tmp_path / "tiny" / "run"
+    with started(command(tmp_path, *_options("--num-workers=1"))) as process:
+        wait_for(lambda: len(losses(run)) > 3, process)
+        os.killpg(process.pid, number)
+        errors = process.communicate(timeout=200)[1]
+    assert process.returncode == code, errors
+    step = metrics(run)[-1]["step"]
+    assert saved_steps(run)[-1] == step < STEPS - 1
+    assert f"Stopped by {number.name} after step {step}, which is saved." in errors
+    assert "--resume" in errors.splitlines()[-1]
+    _resume(tmp_path)
+    assert_same_run(run, uncut, STEPS - 1) if number == signal.SIGTERM else None
+
+
+def test_killed_during_a_save(tmp_path):
+    changes = {"model": SLOW_TO_SAVE, "name": "tiny_slow_to_save", "save_interval": 2}
+    run = tmp_path / "tiny_slow_to_save" / "run"
+    arguments = command(tmp_path, "--save-interval=2", preset="tiny_slow_to_save")
+    with started(arguments) as process:
+        wait_for(lambda: saved_steps(run) == [2], process)
+        wait_for(lambda: list(run.glob("4.partial/train_state/*.distcp")), process)
+        process.kill()
+    assert (run / "4.partial").exists()
+    assert saved_steps(run) == [2]
+    train_loop(tiny(tmp_path, resume=True, **changes))
+    assert not list(run.glob("*.partial"))
+    other = tmp_path / "uncut"
+    train_loop(tiny(other, **changes))
+    assert_same_run(run, other / "tiny_slow_to_save" / "run", 5)
+
+
+def _flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "a flipped bit in the weights": lambda step: _flip(step / "model.safetensors"),
+    "a flipped bit in the state": lambda step: _flip(step / "train_state" / "__0_0.distcp"),
+    "cut off": lambda step: os.truncate(step / "model.safetensors", 100),
+    "a missing file": lambda step: (step / "train_state" / ".metadata").unlink(),
+    "no manifest": lambda step: (step / "manifest.json").unlink(),
+    "an empty manifest": lambda step: (step / "manifest.json").write_text(""),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, uncut, damage, caplog):
+    caplog.set_level("INFO", logger="piston")
+    run = tmp_path / "tiny" / "run"
+    shutil.copytree(uncut, run)
+    damage(run / str(STEPS - 1))
+    _resume(tmp_path)
+    assert f"Checkpoint {run / str(STEPS - 1)} is not used: " in caplog.text
+    assert "after step 35" in caplog.text
+    assert (run / f"{STEPS - 1}.damaged" / "config.json").exists()
+    assert_same_run(run, uncut, STEPS - 1)
+
+
+def test_only_damaged_checkpoints_are_told_of(tmp_path, uncut):
+    run = tmp_path / "tiny" / "run"
+    shutil.copytree(uncut, run)
+    for step in saved_steps(run):
+        _flip(run / str(step) / "model.safetensors")
+    with pytest.raises(ValueError, match="None of the checkpoints .* is whole.*--overwrite"):
+        _resume(tmp_path)
+    assert saved_steps(run)  # nothing is deleted unasked
+
+
+@contextmanager
+def _small_disk(folder, size):
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    made = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if made.returncode:
+        pytest.skip(f"a small disk cannot be mounted here: {made.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk(tmp_path, caplog):
+    """Room for one checkpoint and a half."""
+    model = dataclasses.replace(SLOW_TO_SAVE, vocab_size=30_000)
+    changes = {"model": model, "save_interval": 2, "num_train_steps": 8, "keep_last": 1}
+    with _small_disk(tmp_path / "disk", "16m") as disk:
+        run = disk / "tiny" / "run"
+        with pytest.raises(OSError, match="No space left"):
+            train_loop(tiny(disk, **changes))
+        assert caplog.text.count("was not saved") == 3  # 4, 6, 7: training went on
+        assert len(losses(run)) == 8
+        assert saved_steps(run) == [2]
+        assert not list(run.glob("*.partial"))
+        subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
+        train_loop(tiny(disk, resume=True, **changes))
+        train_loop(tiny(tmp_path / "uncut", **changes))
+        assert saved_steps(run) == [7]
+        assert_same_run(run, tmp_path / "uncut" / "tiny" / "run", 7)
+
+
+def _children(pid):
+    listed = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True
+    )
+    return [int(word) for word in listed.stdout.split()]
+
+
+@pytest.mark.slow
+def test_one_of_two_processes_dies(tmp_path, uncut):
+    run = tmp_path / "tiny" / "run"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    train = command(tmp_path, *_options("--sharding=ddp"))
+    with started([*torchrun, "--nproc-per-node=2", *train[1:]]) as process:
+        wait_for(lambda: len(losses(run)) > 17, process)
+        os.kill(_children(process.pid)[-1], signal.SIGKILL)
+        assert process.wait(timeout=200) != 0
+    assert len(losses(run)) < STEPS
+    _resume(tmp_path)
+    assert losses(run) == pytest.approx(losses(uncut), rel=1e-4)

@@ -1,0 +1,55 @@
+"""Signals reach the loop as notes, and nothing else."""
+
+import os
+import signal
+import subprocess
+
+import pytest
+
+from piston.data.loader import Loader
+from piston.data.order import Order
+from piston.data.pipeline import FakeDataset
+from piston.training.signals import StopSignals
+
+from .tiny_presets import PI0
+
+
+def test_the_first_signal_leaves_a_note(capfd):
+    before = signal.getsignal(signal.SIGTERM)
+    with StopSignals() as signals:
+        assert signals.asked is None
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.asked == signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert "SIGTERM: finishing the step, then saving." in capfd.readouterr().err
+
+
+def test_a_second_interrupt_ends_at_once():
+    with StopSignals():
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def _descendants(pid):
+    listed = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True)
+    parents = dict(map(int, line.split()) for line in listed.stdout.splitlines())
+    found = {pid}
+    for _ in range(4):  # the fork server, what it starts, and what that starts
+        found |= {child for child, parent in parents.items() if parent in found}
+    return found - {pid}
+
+
+def test_signals_to_all_processes_leave_the_data_alone():
+    """As torchrun and clusters send them."""
+    data = FakeDataset(PI0)
+    with Loader(data, Order(data, 4), num_workers=1) as loader:
+        next(loader)
+        for pid in _descendants(os.getpid()):
+            for number in (signal.SIGTERM, signal.SIGINT):
+                try:
+                    os.kill(pid, number)
+                except ProcessLookupError:  # `ps` itself
+                    continue
+        for _ in range(6):
+            next(loader)

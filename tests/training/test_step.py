@@ -1,0 +1,248 @@
+"""A step: what moves, by how much, and what must not matter."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from piston import weights
+from piston.data.batches import collate
+from piston.data.pipeline import FakeDataset
+from piston.models.variants import GemmaSize, LoRA, VisionSize
+from piston.observation import Observation
+from piston.optimization import CosineDecaySchedule
+from piston.training.distributed import Processes
+from piston.training.step import Trainer
+
+from .tiny_presets import FAST, GEMMA, PI0, PI05, TINY
+
+ALONE = Processes(0, 1, torch.device("cpu"))
+
+
+def make_trainer(robot_action_dim=None, **changes):
+    config = dataclasses.replace(TINY, **changes)
+    torch.manual_seed(0)
+    return Trainer(config, weights.build_model(config.model), ALONE, robot_action_dim)
+
+
+def make_batch(model=PI0, size=4, start=0):
+    data = FakeDataset(model)
+    return collate([data[start + i] for i in range(size)])
+
+
+def gradients(trainer):
+    return {n: p.grad for n, p in trainer.parameters.items() if p.grad is not None}
+
+
+@pytest.mark.parametrize(("pi05", "steps"), [(False, 600), (True, 400)], ids=["pi0", "pi05"])
+def test_one_batch_is_learned_by_heart(pi05, steps):
+    expert = GemmaSize(width=64, depth=1, mlp_dim=256, num_heads=2, num_kv_heads=1, head_dim=16)
+    model = dataclasses.replace(
+        PI0,
+        pi05=pi05,
+        action_dim=2,
+        action_horizon=3,
+        max_token_len=4,
+        image_size=16,
+        cameras=("base_0_rgb",),
+        vision=VisionSize(width=16, depth=1, mlp_dim=32, num_heads=2, patch=16),
+        vlm=dataclasses.replace(expert, width=16, mlp_dim=32),
+        action_expert=expert,
+    )
+    schedule = CosineDecaySchedule(20, peak_lr=1e-2, decay_steps=steps, decay_lr=1e-4)
+    trainer = make_trainer(
+        model=model, noise_draws=64, lr_schedule=schedule, ema_decay=0.97, augmentation=False
+    )
+    batch = make_batch(model, size=2)
+    for step in range(steps):
+        trainer.step(batch, step)
+    with trainer.ema.applied():
+        for seed in range(4):
+            noise = torch.Generator().manual_seed(seed)
+            sampled = trainer.model.sample_actions(Observation.from_dict(batch), generator=noise)
+            assert_close(sampled, batch["actions"], atol=0.02, rtol=0)
+
+
+def test_a_step_depends_on_seed_and_number_alone():
+    batch = make_batch()
+    one, other = make_trainer(), make_trainer()
+    torch.manual_seed(1)
+    first = one.step(batch, 3)
+    torch.manual_seed(2)
+    assert other.step(batch, 3) == first
+    assert make_trainer().step(batch, 4).loss != first.loss
+    assert make_trainer(seed=7).step(batch, 3).loss != first.loss
+
+
+@pytest.mark.parametrize("model", [PI0, PI05, FAST], ids=["pi0", "pi05", "fast"])
+def test_parts_add_up_to_the_whole_batch(model):
+    whole, parts = make_trainer(model=model), make_trainer(model=model, gradient_accumulation=4)
+    batch = make_batch(model)
+    one, other = whole.step(batch, 0), parts.step(batch, 0)
+    assert one.loss == pytest.approx(other.loss, rel=1e-5)
+    assert one.gradient_norm == pytest.approx(other.gradient_norm, rel=1e-4)
+    expected = gradients(whole)
+    for name, gradient in gradients(parts).items():
+        assert_close(gradient, expected[name], atol=1e-5, rtol=1e-4)
+
+
+def test_parts_with_unequal_masks_add_up_to_the_whole_batch():
+    batch = make_batch()
+    batch["action_is_pad"][0, 1:] = True
+    batch["action_is_pad"][3, 3:] = True
+    changes = {"mask_padded_steps": True}
+    whole = make_trainer(**changes).step(batch, 0)
+    parts = make_trainer(**changes, gradient_accumulation=4).step(batch, 0)
+    assert whole.loss == pytest.approx(parts.loss, rel=1e-5)
+    assert whole.gradient_norm == pytest.approx(parts.gradient_norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("model", [PI0, PI05, FAST], ids=["pi0", "pi05", "fast"])
+def test_gradient_checkpointing_changes_nothing(model):
+    plain, saving = (make_trainer(model=model, gradient_checkpointing=x) for x in (False, True))
+    batch = make_batch(model)
+    assert plain.step(batch, 0).loss == pytest.approx(saving.step(batch, 0).loss, rel=1e-6)
+    expected = gradients(plain)
+    for name, gradient in gradients(saving).items():
+        assert_close(gradient, expected[name], atol=1e-6, rtol=1e-5)
+
+
+def test_draws_share_a_prefix_and_average():
+    """Three draws are the mean of three steps with one draw each."""
+    trainer = make_trainer(noise_draws=3, augmentation=False)
+    batch = make_batch()
+    draws = trainer._draw(4, 0)
+    observation = Observation.from_dict(batch)
+    expected = [
+        trainer.model.loss(observation, batch["actions"], draws["noise"][:, i], draws["time"][:, i])
+        for i in range(3)
+    ]
+    assert trainer.step(batch, 0).loss == pytest.approx(
+        torch.stack(expected).mean().item(), rel=1e-5
+    )
+
+
+def _with_other_targets(draws, batch, where):
+    """The same noisy actions, but other velocities to be learned, in the places given."""
+    t = draws["time"][..., None, None]
+    shift = torch.randn(draws["noise"].shape, generator=torch.Generator().manual_seed(5)) * where
+    # x_t = t · noise + (1 − t) · actions stays; noise − actions does not. One draw only.
+    changed = {**batch, "actions": batch["actions"] + shift[:, 0]}
+    return {**draws, "noise": draws["noise"] - shift * (1 - t) / t}, changed
+
+
+@pytest.mark.parametrize("kind", ["steps", "dims"])
+def test_what_is_masked_has_no_part_in_loss_or_gradients(kind, monkeypatch):
+    batch = make_batch()
+    batch["action_is_pad"][1, 2:] = True
+    batch["action_is_pad"][2, 4:] = True
+    masked = torch.zeros_like(batch["actions"])
+    if kind == "steps":
+        masked[batch["action_is_pad"]] = 1
+    else:
+        masked[..., 6:] = 1
+    results = []
+    for change in (False, True):
+        option = {f"mask_padded_{kind}": True}
+        trainer = make_trainer(6, **option, augmentation=False, noise_draws=1)
+        draws, given = trainer._draw(4, 0), batch
+        if change:
+            draws, given = _with_other_targets(draws, batch, masked[:, None])
+        monkeypatch.setattr(trainer, "_draw", lambda *_, draws=draws: draws)
+        results.append((trainer.step(given, 0), gradients(trainer)))
+    (one, expected), (other, found) = results
+    assert one.loss == pytest.approx(other.loss, rel=1e-5)
+    for name, gradient in found.items():
+        assert_close(gradient, expected[name], atol=1e-5, rtol=1e-3)
+    if kind == "dims":
+        assert not found["suffix.action_out.weight"][6:].any()
+        assert found["suffix.action_out.weight"][:6].any()
+
+
+def test_masked_loss_is_the_mean_over_what_is_left():
+    batch = make_batch()
+    batch["action_is_pad"][1, 2:] = True
+    trainer = make_trainer(6, mask_padded_steps=True, mask_padded_dims=True, augmentation=False)
+    draws = trainer._draw(4, 0)
+    with torch.no_grad():
+        errors = trainer.model.velocity_error(
+            Observation.from_dict(batch), batch["actions"], draws["noise"], draws["time"]
+        )[:, 0]
+    kept = errors[~batch["action_is_pad"]][:, :6]
+    assert trainer.step(batch, 0).loss == pytest.approx(kept.mean().item(), rel=1e-5)
+
+
+def test_a_loss_that_is_not_finite_moves_nothing():
+    trainer = make_trainer()
+    trainer.step(make_batch(), 0)
+    before = copy.deepcopy((trainer.model.state_dict(), trainer.ema.mean))
+    steps = [int(s["step"]) for s in trainer.optimizer.state.values()]
+    batch = make_batch()
+    batch["actions"][2, 1, 3] = torch.inf
+    result = trainer.step(batch, 1)
+    assert result.skipped
+    assert result.bad_samples == (2,)
+    for ours, theirs in zip(before, (trainer.model.state_dict(), trainer.ema.mean)):
+        assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+    assert [int(s["step"]) for s in trainer.optimizer.state.values()] == steps
+    assert not trainer.step(make_batch(), 2).skipped
+
+
+def test_only_adapters_move():
+    lora = dataclasses.replace(GEMMA, lora=LoRA(rank=2, alpha=2.0))
+    model = dataclasses.replace(PI0, vlm=lora)
+    freeze = ("vision.*", "vlm.*", "action_expert.*", "suffix.*", "!*lora*")
+    trainer = make_trainer(model=model, freeze=freeze)
+    before = copy.deepcopy(trainer.model.state_dict())
+    for step in range(3):
+        trainer.step(make_batch(model), step)
+    moved = {n for n, v in trainer.model.state_dict().items() if not torch.equal(v, before[n])}
+    assert moved
+    assert all("lora" in name for name in moved)
+    assert set(trainer.ema.mean) == set(trainer.parameters)
+    assert all("lora" in name for name in trainer.parameters)
+
+
+def test_freezing_everything_is_refused():
+    with pytest.raises(ValueError, match="Nothing is left to train"):
+        make_trainer(freeze=("*",))
+
+
+def test_masters_stay_float32_while_products_are_bfloat16():
+    model = dataclasses.replace(PI0, dtype="bfloat16")
+    small = CosineDecaySchedule(warmup_steps=0, peak_lr=1e-5, decay_steps=10)
+    trainer = make_trainer(model=model, lr_schedule=small)
+    seen = set()
+
+    def note(module, inputs, output):  # noqa: ARG001
+        seen.add(output.dtype)
+
+    for layer in trainer.model.vlm.layers:
+        layer.mlp.up.register_forward_hook(note)
+    before = copy.deepcopy(trainer.model.state_dict())
+    trainer.step(make_batch(), 0)
+    assert seen == {torch.bfloat16}
+    for tensors in (trainer.model.state_dict(), trainer.ema.mean, gradients(trainer)):
+        assert {value.dtype for value in tensors.values()} == {torch.float32}
+    # Steps too small for bfloat16 must not be lost.
+    name = "vlm.layers.0.mlp.up.weight"
+    after = trainer.model.state_dict()[name]
+    moved = after != before[name]
+    assert (moved & (after.bfloat16() == before[name].bfloat16())).any()
+
+
+def test_the_mean_follows_the_weights():
+    trainer = make_trainer(ema_decay=0.9)
+    expected = {n: p.detach().clone() for n, p in trainer.parameters.items()}
+    for step in range(3):
+        trainer.step(make_batch(), step)
+        for name, parameter in trainer.parameters.items():
+            expected[name] = 0.9 * expected[name] + 0.1 * parameter.detach()
+    assert_close(trainer.ema.mean, expected, atol=1e-6, rtol=1e-5)
+    own = copy.deepcopy(trainer.model.state_dict())
+    with trainer.ema.applied():
+        inside = copy.deepcopy(trainer.model.state_dict())
+    assert_close({n: inside[n] for n in expected}, expected, atol=1e-6, rtol=1e-5)
+    assert all(torch.equal(v, own[n]) for n, v in trainer.model.state_dict().items())

@@ -1,0 +1,133 @@
+"""Where a run's numbers go, and what a person sees of it."""
+
+import json
+import logging
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from piston.cli import main
+from piston.training.checkpoint import saved_steps
+from piston.training.loop import train_loop
+from piston.training.trackers import JsonLines, Trackers, flat, forget_after, read_lines
+
+from .running import command, environment, losses, metrics, tiny
+
+
+def test_lines_of_steps_that_are_done_again_are_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step, "loss": 0.1 * step}) for step in range(4)]
+    path.write_text("\n".join(lines) + '\n{"step": 4, "lo')  # killed while it wrote
+    assert [line["step"] for line in read_lines(path)] == [0, 1, 2, 3]
+    forget_after(path, 2)
+    assert path.read_text() == "".join(line + "\n" for line in lines[:3])
+    forget_after(tmp_path / "none", 2)
+
+
+def test_what_cannot_be_written_does_not_end_the_run(caplog):
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("this system has no /dev/full")
+    trackers = Trackers([JsonLines(full)])
+    trackers.log(3, {"loss": 1.0})
+    trackers.close()
+    assert "Metrics of step 3 were not written: [Errno 28]" in caplog.text
+
+
+def test_numbers_per_dimension_become_numbers():
+    assert flat({"a": 1.0, "b": [2.0, 3.0]}) == {"a": 1.0, "b/0": 2.0, "b/1": 3.0}
+
+
+def _scalars(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars("loss")]
+
+
+def test_tensorboard(tmp_path):
+    pytest.importorskip("tensorboard", reason="needs piston[track]")
+    changes = {"tracking": ("tensorboard",), "save_interval": 2}
+    train_loop(tiny(tmp_path, **changes))
+    run = tmp_path / "tiny" / "run"
+    (run / "5").rename(run / "5.gone")  # as if cut after step 4
+    train_loop(tiny(tmp_path, resume=True, **changes))
+    found = _scalars(run / "tensorboard")
+    assert [step for step, _ in found] == list(range(6))
+    assert [value for _, value in found] == pytest.approx(losses(run))
+
+
+def test_weights_and_biases_offline(tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="needs piston[track]")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    train_loop(tiny(tmp_path, tracking=("wandb",), num_train_steps=2))
+    run = tmp_path / "tiny" / "run"
+    identity = (run / "wandb_id.txt").read_text()
+    assert list((run / "wandb").glob(f"offline-run-*/run-{identity}.wandb"))
+
+
+def test_a_tracker_that_is_not_installed_is_told_of_first(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ImportError, match="pip install 'piston\\[track\\]'"):
+        train_loop(tiny(tmp_path, tracking=("wandb",)))
+    assert not list(tmp_path.iterdir())
+
+
+def test_runs_are_listed(tmp_path, capsys):
+    train_loop(tiny(tmp_path, exp_name="first"))
+    train_loop(tiny(tmp_path, exp_name="second", num_train_steps=2))
+    with (tmp_path / "tiny" / "second" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "lo')  # at this moment
+    assert main(["runs", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    first, second = (line for line in shown.splitlines() if "tiny" in line)
+    assert "6 of 6" in first
+    assert f"{losses(tmp_path / 'tiny' / 'first')[-1]:.4f}" in first
+    assert "first/5" in first
+    assert "2 of 2" in second
+    assert main(["runs", str(tmp_path / "none")]) == 1
+    assert "There are no runs in" in capsys.readouterr().err
+
+
+def test_on_a_terminal_there_is_a_bar(tmp_path):
+    """And log lines stand above it, each on a line of its own."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        command(tmp_path, "--num-train-steps=20", "--log-interval=10"),
+        env=environment(TERM="xterm", COLUMNS="200"),
+        stderr=theirs,
+        stdout=theirs,
+    )
+    os.close(theirs)
+    output = bytearray()
+    while True:
+        try:
+            part = os.read(ours, 4096)
+        except OSError:  # the other end is closed
+            break
+        if not part:
+            break
+        output += part
+    os.close(ours)
+    assert process.wait() == 0, output.decode()
+    text = output.decode()
+    for shown in ("━", "20/20", "loss ", "lr ", "samples/s", "data ", "Done. Serve it with"):
+        assert shown in text
+    lines = [line for line in text.splitlines() if "step 10/20  loss" in line]
+    assert len(lines) == 1
+    assert "━" not in lines[0]
+    assert saved_steps(tmp_path / "tiny" / "run")[-1] == 19
+
+
+def test_elsewhere_there_are_only_lines(tmp_path, capsys, caplog):
+    caplog.set_level(logging.INFO, logger="piston")
+    train_loop(tiny(tmp_path, log_interval=2))
+    assert "━" not in capsys.readouterr().err
+    assert [line["step"] for line in metrics(tmp_path / "tiny/run")] == [0, 2, 4, 5]
+    assert sum("loss" in record.message for record in caplog.records) == 4
