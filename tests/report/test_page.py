@@ -106,7 +106,7 @@ def test_videos_can_be_played(whole):
 def test_every_joint_and_every_transform_is_named(whole):
     for name in cases.NAMES:
         assert name.replace("_", " ") in whole.text
-    chain = ("PromptFromLeRobotTask", "RepackTransform", "SubsampleActions", "AlohaInputs")
+    chain = ("PromptFromItem", "RepackTransform", "SubsampleActions", "AlohaInputs")
     for name in (*chain, "Normalize", "TokenizePrompt", "Unnormalize", "InterpolateActions"):
         assert f"\n{name} \n" in whole.text
     assert "held out of training" in whole.text

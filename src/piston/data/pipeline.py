@@ -131,7 +131,7 @@ class TrainingData:
         self._name = str(config.repo_id)
         tasks: tuple[Transform, ...] = ()
         if config.prompt_from_task:
-            tasks = (_PromptFromItem(PromptFromLeRobotTask(dataset.metadata.tasks)),)
+            tasks = (PromptFromItem(PromptFromLeRobotTask(dataset.metadata.tasks)),)
         self._transform = compose((*tasks, *config.input_transforms(repack=True)))
         self._padding = f"{config.action_sequence_keys[0]}_is_pad"
 
@@ -157,7 +157,7 @@ class TrainingData:
 
 
 @dataclasses.dataclass(frozen=True)
-class _PromptFromItem:
+class PromptFromItem:
     """A data set says the task of an item also where its table of tasks does not know it."""
 
     otherwise: PromptFromLeRobotTask

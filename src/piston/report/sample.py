@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 
 from piston.config import DataConfig, TrainConfig
 from piston.data.dataset import LeRobotDataset
-from piston.data.pipeline import PADDING_KEY, open_source
+from piston.data.pipeline import PADDING_KEY, PromptFromItem, open_source
 from piston.data.subsets import split_episodes
 from piston.transforms.base import Data, Transform, name_of
 from piston.transforms.normalize import read_norm_stats
@@ -112,7 +112,9 @@ def follow(stages: Mapping[str, Iterable[Transform]], data: Data) -> tuple[Trace
 
 def _stages(pipeline: DataConfig, dataset: LeRobotDataset) -> dict[str, tuple[Transform, ...]]:
     """The transforms of training, in the order and under the names of the pipeline."""
-    tasks = (PromptFromLeRobotTask(dataset.metadata.tasks),) if pipeline.prompt_from_task else ()
+    tasks: tuple[Transform, ...] = ()
+    if pipeline.prompt_from_task:
+        tasks = (PromptFromItem(PromptFromLeRobotTask(dataset.metadata.tasks)),)
     whole = pipeline.input_transforms(repack=True)
     repack = tuple(pipeline.repack_transforms.inputs)
     data = tuple(pipeline.data_transforms.inputs)
