@@ -166,7 +166,7 @@ def _open_websocket(
         ) from error
     except InvalidHandshake as error:
         raise ConnectionLost(f"{uri} does not answer as a policy server: {error}.") from error
-    except EOFError as error:
+    except (EOFError, ConnectionClosed) as error:
         raise ConnectionLost(f"{uri} hung up at once.") from error
 
 
