@@ -61,7 +61,9 @@ def started(arguments: list[str], **options: Any) -> Iterator[subprocess.Popen]:
     finally:
         if process.poll() is None:
             os.killpg(process.pid, 9)
-        process.communicate()
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
 
 
 def wait_for(condition: Callable[[], object], process: subprocess.Popen) -> None:

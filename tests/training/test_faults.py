@@ -66,7 +66,7 @@ def test_asked_to_stop(tmp_path, uncut, number, code):
     assert f"Stopped by {number.name} after step {step}, which is saved." in errors
     assert "--resume" in errors.splitlines()[-1]
     _resume(tmp_path)
-    assert_same_run(run, uncut, STEPS - 1) if number == signal.SIGTERM else None
+    assert_same_run(run, uncut, STEPS - 1)
 
 
 def test_killed_during_a_save(tmp_path):
@@ -165,14 +165,20 @@ def _children(pid):
 
 
 @pytest.mark.slow
-def test_one_of_two_processes_dies(tmp_path, uncut):
+def test_two_processes_are_stopped_and_one_of_two_dies(tmp_path, uncut):
     run = tmp_path / "tiny" / "run"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    train = command(tmp_path, *_options("--sharding=ddp"))
-    with started([*torchrun, "--nproc-per-node=2", *train[1:]]) as process:
-        wait_for(lambda: len(losses(run)) > 17, process)
+    train = command(tmp_path, *_options("--sharding=ddp", "--resume"))[1:]
+    with started([*torchrun, "--nproc-per-node=2", *train]) as process:
+        wait_for(lambda: len(losses(run)) > 5, process)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=200) != 0
+    stopped = saved_steps(run)[-1]
+    assert stopped == metrics(run)[-1]["step"] < STEPS - 1
+    with started([*torchrun, "--nproc-per-node=2", *train]) as process:
+        wait_for(lambda: len(losses(run)) > stopped + 9, process)
         os.kill(_children(process.pid)[-1], signal.SIGKILL)
         assert process.wait(timeout=200) != 0
-    assert len(losses(run)) < STEPS
+    assert stopped < len(losses(run)) < STEPS
     _resume(tmp_path)
     assert losses(run) == pytest.approx(losses(uncut), rel=1e-4)

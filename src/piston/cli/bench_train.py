@@ -2,8 +2,8 @@
 
 A small data set is recorded, its frames are cached, and every variant is a run of a few steps in
 the real loop (loader, augmentation, forward, backward, clipping, AdamW): with and without gradient
-checkpointing, and with several draws of noise per prefix. The first step of a run is not counted; of
-the others the fastest counts, since whatever else the machine does can only slow one down.
+checkpointing, and with several draws of noise per prefix. The first step of a run is not counted.
+Of the others the fastest counts: whatever else the machine does can only slow one down.
 """
 
 from __future__ import annotations

@@ -54,6 +54,7 @@ def train_loop(config: TrainConfig) -> Path:
         processes = stack.enter_context(join_processes(config))
         run = stack.enter_context(open_run(config, processes))
 
+        # Data.
         training, held_out = _open_data(config, pipeline)
         order = Order(
             training,
@@ -65,6 +66,7 @@ def train_loop(config: TrainConfig) -> Path:
         loader = stack.enter_context(Loader(training, order, num_workers=config.num_workers))
         validation = None if held_out is None else Validation(held_out, processes, robot_dim)
 
+        # Model and optimizer.
         trainer = Trainer(config, _initial_model(config, processes, run), processes, robot_dim)
         meter = Meter(config.batch_size)
         if run.resumed_folder is not None:
@@ -73,6 +75,7 @@ def train_loop(config: TrainConfig) -> Path:
             meter.load_state_dict(progress["meter"])
             logger.info("Resumed %s after step %d", run.folder, run.resumed)
 
+        # From here on something is written.
         begin(run, config, processes)
         statistics = _statistics(pipeline)
         writer = stack.enter_context(CheckpointWriter(config, run.folder, processes, statistics))
@@ -82,6 +85,7 @@ def train_loop(config: TrainConfig) -> Path:
         signals = stack.enter_context(StopSignals())
 
         last_step = config.num_train_steps - 1
+        meter.start_clock()
         for step in range(run.first_step, config.num_train_steps):
             begun = time.perf_counter()
             batch = next(loader)

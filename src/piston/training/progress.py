@@ -31,14 +31,17 @@ class Meter:
     """
 
     def __init__(self, batch_size: int) -> None:
-        self._batch_size = batch_size
+        self._batch_size, self._learning_rate = batch_size, float("nan")
         self._skipped, self.skipped_in_a_row = 0, 0
         self.begin_interval()
 
     def begin_interval(self) -> None:
         self._count, self._loss, self._gradient_norm = 0, 0.0, 0.0
+        self.start_clock()
+
+    def start_clock(self) -> None:
+        """Rates are of the steps from now on."""
         self._steps, self._waited, self._started = 0, 0.0, time.perf_counter()
-        self._learning_rate = float("nan")
 
     def add(self, result: StepResult, waited: float) -> None:
         self._steps += 1

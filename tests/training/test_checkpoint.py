@@ -1,0 +1,77 @@
+"""What goes into a checkpoint, and how it is written."""
+
+import json
+
+import torch
+
+from piston.training.checkpoint import CheckpointWriter, restore, saved_steps
+from piston.training.manifest import find_damage, seal
+from piston.training.state import snapshot, state_tensors
+
+from .running import assert_same_tensors, state, tiny
+from .test_step import ALONE, make_batch, make_trainer
+
+
+def test_a_snapshot_holds_everything_once_and_stays_as_it_was():
+    trainer = make_trainer()
+    trainer.step(make_batch(), 0)
+    saved, served = snapshot(trainer)
+    own = {tensor.data_ptr() for tensor in state_tensors(trainer).values()}
+    copies = {tensor.data_ptr() for tensor in saved.values()}
+    assert not own & copies
+    assert {tensor.data_ptr() for tensor in served.values()} <= copies  # no third copy
+    before = {name: value.clone() for name, value in saved.items()}
+    trainer.step(make_batch(), 1)
+    assert_same_tensors(before, saved)
+
+
+def test_a_trainer_is_restored_whole(tmp_path):
+    trainer, config = make_trainer(), tiny(tmp_path)
+    for step in range(3):
+        trainer.step(make_batch(), step)
+    with CheckpointWriter(config, tmp_path, ALONE, None) as writer:
+        writer.save(trainer, 2, {"a": 0.1})
+        writer.finish()
+    other = make_trainer(seed=1)
+    assert restore(other, tmp_path / "2") == {"a": 0.1}
+    assert_same_tensors(state_tensors(other), state_tensors(trainer))
+    assert other.step(make_batch(), 3).gradient_norm != 0
+    parts = {name.split("/")[0] for name in state(tmp_path / "2")}
+    assert parts == {"model", "optimizer", "ema"}
+
+
+def test_training_may_go_on_while_a_checkpoint_is_written(tmp_path):
+    trainer, config = make_trainer(), tiny(tmp_path)
+    trainer.step(make_batch(), 0)
+    expected = {name: value.clone() for name, value in state_tensors(trainer).items()}
+    with CheckpointWriter(config, tmp_path, ALONE, None) as writer:
+        writer.save(trainer, 0, {})
+        trainer.step(make_batch(), 1)
+        writer.save(trainer, 1, {})  # waits for the first
+    assert saved_steps(tmp_path) == [0, 1]
+    assert_same_tensors(state(tmp_path / "0"), expected)
+
+
+def test_a_manifest_covers_every_file(tmp_path):
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "a").write_bytes(b"1" * 1000)
+    (tmp_path / "inside" / ".hidden").write_bytes(b"2")
+    assert "not complete" in find_damage(tmp_path)
+    seal(tmp_path)
+    assert find_damage(tmp_path) is None
+    assert json.loads((tmp_path / "manifest.json").read_text()).keys() == {"a", "inside/.hidden"}
+    (tmp_path / "inside" / ".hidden").write_bytes(b"3")
+    assert find_damage(tmp_path) == "inside/.hidden is not as it was written"
+
+
+def test_parameters_without_a_part_in_the_loss_are_kept_too():
+    """The tail of the VLM's last layer has weights but no moments."""
+    trainer = make_trainer()
+    trainer.step(make_batch(), 0)
+    tensors = state_tensors(trainer)
+    unused = set(trainer.model.unused_parameters())
+    assert unused
+    assert all(f"model/{name}" in tensors and f"ema/{name}" in tensors for name in unused)
+    assert not any(f"optimizer/{name}/step" in tensors for name in unused)
+    used = set(trainer.parameters) - unused
+    assert all(torch.is_tensor(tensors[f"optimizer/{name}/exp_avg"]) for name in used)
