@@ -7,6 +7,7 @@ product measured in the same run. Weights are random; they change neither.
 from __future__ import annotations
 
 import dataclasses
+import math
 import resource
 import statistics
 import tempfile
@@ -24,6 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from piston import weights
 from piston.cli.screen import console
 from piston.inference.quantization import quantize_for_inference
+from piston.models import tiles
 from piston.models.configs import Pi0Config
 from piston.models.flow import Pi0
 from piston.models.precision import cast_for_inference
@@ -165,6 +167,10 @@ def _product_operations(a: Sequence[int], b: Sequence[int], *_: object, **__: ob
     return 2 * a[0] * a[1] * b[1]
 
 
+def _linear_operations(x: Sequence[int], weight: Sequence[int], *_: object, **__: object) -> int:
+    return 2 * math.prod(x) * weight[0]
+
+
 def _attention_operations(
     query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: object, **__: object
 ) -> int:
@@ -175,6 +181,7 @@ def _attention_operations(
 # What torch's own counter leaves out on CPUs.
 _UNCOUNTED = {
     torch.ops.aten._int_mm: _product_operations,
+    torch.ops.piston.tile_linear: _linear_operations,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_operations,
 }
 
@@ -190,10 +197,14 @@ def matmul_rate(dtype: Held, computed: Computed) -> float:
         else:
             held = getattr(torch, computed)
             a, b = torch.randn(rows, inner).to(held), torch.randn(columns, inner).to(held).t()
-            product = torch.mm
+            product = _product_of_the_models(held)
         seconds = min(_seconds(lambda: product(a, b)) for _ in range(8))  # noqa: B023
         rates.append(2 * rows * inner * columns / seconds)
     return max(rates)
+
+
+def _product_of_the_models(dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
+    return tiles.multiply_rounded if dtype == torch.bfloat16 and tiles.available() else torch.mm
 
 
 def _load_from_file(

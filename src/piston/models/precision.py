@@ -6,9 +6,9 @@
                              loss
     computed as configured   every product of a `Linear`: it follows the activation that comes in
 
-Where a CPU multiplies float32 faster than bfloat16, large products of bfloat16 run in float32 and
-their result is rounded: never less exact, and activations stay bfloat16. Knows dtypes and devices;
-knows nothing of models.
+Where PyTorch multiplies bfloat16 slower than float32 on a CPU, products go through its matrix tiles
+(`tiles`) if they can be reached, and otherwise large ones run in float32 and are rounded: never
+less exact, and activations stay bfloat16. Knows dtypes and devices; knows nothing of models.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from piston.models import processor
+from piston.models import processor, tiles
 from piston.models.configs import Dtype
 
 # Below, converting the weight costs more than the faster product saves (measured).
@@ -43,19 +43,14 @@ class Linear(nn.Linear):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Float[Tensor, "*b i"]) -> Float[Tensor, "*b o"]:
-        if _is_faster_in_float32(x):
-            return linear_in_float32(x, self.weight, self.bias, x.dtype)
+        if x.device.type == "cpu" and x.dtype == torch.bfloat16:
+            if tiles.available():
+                return tiles.tile_linear(x, self.weight, self.bias)
+            many = x.numel() >= _MIN_ROWS_IN_FLOAT32 * x.shape[-1]
+            if processor.FLOAT32_IS_FASTER and many:
+                return linear_in_float32(x, self.weight, self.bias, x.dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return nn.functional.linear(x, self.weight.to(x.dtype), bias)
-
-
-def _is_faster_in_float32(x: Float[Tensor, "*b i"]) -> bool:
-    return (
-        processor.FLOAT32_IS_FASTER
-        and x.device.type == "cpu"
-        and x.dtype == torch.bfloat16
-        and x.numel() >= _MIN_ROWS_IN_FLOAT32 * x.shape[-1]
-    )
 
 
 def linear_in_float32(

@@ -43,15 +43,17 @@ def prefers_float32(facts: dict[str, str], has_tiles: bool) -> bool:
     return is_x86 and not has_tiles and not has_fast_units
 
 
-def _choose() -> bool:
+def _choose() -> tuple[bool, bool]:
     facts = read_cpuinfo()
     has_tiles = "amx_bf16" in facts.get("flags", "").split()
     if tiles_are_broken(facts):
         # A user who set the variable knows better; it works only before the first product.
         chosen = os.environ.setdefault(_ISA_VARIABLE, "AVX512_CORE_BF16")
         has_tiles = "AMX" in chosen or chosen == "DEFAULT"
-    return prefers_float32(facts, has_tiles)
+    broken = tiles_are_broken(facts) and not has_tiles
+    return prefers_float32(facts, has_tiles), broken
 
 
-# Whether products of bfloat16 matrices had better be computed in float32.
-FLOAT32_IS_FASTER = _choose()
+# Whether oneDNN, and so PyTorch, multiplies bfloat16 slower than float32; and whether the reason is
+# tiles that are there, but that oneDNN cannot use.
+FLOAT32_IS_FASTER, TILES_NEED_MKL = _choose()
