@@ -12,6 +12,7 @@ from piston.robots import model_inputs
 from piston.robots.aloha import AlohaInputs, AlohaOutputs, make_aloha_example
 from piston.robots.droid import DroidInputs, DroidOutputs, make_droid_example
 from piston.robots.libero import LiberoInputs, LiberoOutputs, make_libero_example
+from piston.robots.metaworld import MetaworldInputs, MetaworldOutputs, make_metaworld_example
 from piston.robots.ur5 import UR5Inputs, UR5Outputs, make_ur5_example
 from piston.transforms.actions import (
     AbsoluteActions,
@@ -35,6 +36,7 @@ ROBOTS = {
     "droid": (DroidInputs(), DroidOutputs(), make_droid_example, 8, 8),
     "libero": (LiberoInputs(), LiberoOutputs(), make_libero_example, 8, 7),
     "ur5": (UR5Inputs(), UR5Outputs(), make_ur5_example, 7, 7),
+    "metaworld": (MetaworldInputs(), MetaworldOutputs(), make_metaworld_example, 4, 4),
 }
 each_robot = pytest.mark.parametrize("robot", ROBOTS.values(), ids=ROBOTS.keys())
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import multiprocessing
 import resource
 import statistics
 import tempfile
@@ -189,6 +190,7 @@ _UNCOUNTED = {
 def matmul_rate(dtype: Held, computed: Computed) -> float:
     """Operations per second of the best of several large products, as the model would run them."""
     rates = []
+    product: Callable[[Tensor, Tensor], Tensor]
     for rows, inner, columns in ((512, 2048, 16384), (512, 16384, 2048), (2048, 2048, 2048)):
         if dtype == "int8":
             a = torch.randint(-127, 128, (rows, inner), dtype=torch.int8)
@@ -213,7 +215,14 @@ def _load_from_file(
     """Seconds from a file that was just written, so that it is in the page cache."""
     stored: Held = "float32" if dtype == "float32" else "bfloat16"
     with tempfile.TemporaryDirectory() as folder:
-        weights.save_model(random_model(config, stored), config, Path(folder) / "model")
+        # In a process of its own, whose memory is not counted here.
+        writer = multiprocessing.get_context("spawn").Process(
+            target=_write_random, args=(config, stored, Path(folder) / "model")
+        )
+        writer.start()
+        writer.join()
+        if writer.exitcode:
+            raise RuntimeError(f"Writing the file failed with exit code {writer.exitcode}.")
         started = time.perf_counter()
         model = weights.load_model(Path(folder) / "model")
         assert isinstance(model, Pi0)
@@ -221,6 +230,10 @@ def _load_from_file(
             quantize_for_inference(model)
         model.eval().sample_actions(observation, num_steps=num_steps)
         return model, time.perf_counter() - started
+
+
+def _write_random(config: Pi0Config, dtype: Held, path: Path) -> None:
+    weights.save_model(random_model(config, dtype), config, path)
 
 
 def _median(call: Callable[[], object], repeats: int) -> float:

@@ -18,6 +18,7 @@ from piston.config import TrainConfig
 from piston.robots.aloha import make_aloha_example
 from piston.robots.droid import make_droid_example
 from piston.robots.libero import make_libero_example
+from piston.robots.metaworld import make_metaworld_example
 from piston.robots.ur5 import make_ur5_example
 from piston.transforms.base import Data
 
@@ -27,6 +28,7 @@ EXAMPLES: Mapping[str, Callable[[], Data]] = {
     "DROID": make_droid_example,
     "LIBERO": make_libero_example,
     "UR5": make_ur5_example,
+    "MetaWorld": make_metaworld_example,
 }
 
 

@@ -11,6 +11,7 @@ from piston.models.configs import Pi0Config
 from piston.models.variants import GemmaSize, VisionSize
 from piston.optimization import AdamW, CosineDecaySchedule
 from piston.robots.aloha import LeRobotAlohaDataConfig
+from piston.robots.metaworld import LeRobotMetaworldDataConfig
 
 _VLM = GemmaSize(width=128, depth=4, mlp_dim=512, num_heads=4, num_kv_heads=1, head_dim=16)
 _EXPERT = dataclasses.replace(_VLM, width=64, mlp_dim=256)
@@ -28,6 +29,14 @@ _ALOHA = Pi0Config(
     image_size=96,
     cameras=("base_0_rgb",),
     tokenizer="bytes",
+)
+
+_METAWORLD = dataclasses.replace(
+    _ALOHA,
+    action_dim=4,
+    action_horizon=8,
+    max_token_len=24,
+    image_size=64,
 )
 
 PRESETS = (
@@ -55,6 +64,27 @@ PRESETS = (
         keep_period=None,
         lr_schedule=CosineDecaySchedule(
             warmup_steps=50, peak_lr=2e-3, decay_steps=1_500, decay_lr=2e-5
+        ),
+        optimizer=AdamW(weight_decay=1e-4),
+        ema_decay=0.99,
+    ),
+    TrainConfig(
+        name="tiny_metaworld",
+        model=_METAWORLD,
+        data=LeRobotMetaworldDataConfig(
+            repo_id="data/metaworld", prompt_from_task=True, norm_floor=0.01
+        ),
+        augmentation=False,
+        batch_size=32,
+        noise_draws=2,
+        num_workers=0,
+        cache_frames=True,
+        num_train_steps=4_000,
+        log_interval=100,
+        save_interval=1_000_000,
+        keep_period=None,
+        lr_schedule=CosineDecaySchedule(
+            warmup_steps=50, peak_lr=2e-3, decay_steps=4_000, decay_lr=2e-5
         ),
         optimizer=AdamW(weight_decay=1e-4),
         ema_decay=0.99,

@@ -18,7 +18,7 @@ from jaxtyping import Float, UInt8
 from PIL import Image
 
 from piston.sim.environment import Environment, Observation
-from piston.sim.rendering import View, render
+from piston.sim.rendering import View, pose_of, render, set_pose
 
 import dm_control.mujoco  # isort: skip  (after rendering, which decides on OpenGL)
 import gym_aloha  # noqa: F401  (makes its environments known to gymnasium)
@@ -107,6 +107,13 @@ class _Aloha(Environment):
         self, height: int = 480, width: int = 640, camera: str | None = None
     ) -> UInt8[np.ndarray, "h w 3"]:
         return self._draw(View(camera or _FOR_PEOPLE), height, width)
+
+    def pose(self) -> Float[np.ndarray, " p"]:
+        return pose_of(self._physics.model.ptr, self._physics.data.ptr)
+
+    def take_pose(self, pose: Float[np.ndarray, " p"]) -> None:
+        self.done = True
+        set_pose(self._physics.model.ptr, self._physics.data.ptr, pose)
 
     def _draw(self, view: View, height: int, width: int) -> UInt8[np.ndarray, "h w 3"]:
         model, data = self._physics.model.ptr, self._physics.data.ptr

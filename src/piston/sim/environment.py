@@ -42,7 +42,7 @@ class StepResult:
 
 
 class Environment(abc.ABC):
-    """A simulated robot and one task. Subclasses fill in the five methods at the end."""
+    """A simulated robot and one task. Subclasses fill in the methods at the end."""
 
     # What `make_environment` calls it, and the robot's name in data sets.
     name: str
@@ -120,6 +120,14 @@ class Environment(abc.ABC):
         self, height: int = 480, width: int = 640, camera: str | None = None
     ) -> UInt8[np.ndarray, "h w 3"]:
         """A picture for people; by default from a camera that shows what happens."""
+
+    @abc.abstractmethod
+    def pose(self) -> Float[np.ndarray, " p"]:
+        """Where everything is now: little to keep, and enough to draw this moment later."""
+
+    @abc.abstractmethod
+    def take_pose(self, pose: Float[np.ndarray, " p"]) -> None:
+        """Puts the world into a pose of the same episode, to be drawn. The episode is over then."""
 
     @abc.abstractmethod
     def initial_state(self) -> dict[str, Any]:

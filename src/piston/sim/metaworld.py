@@ -15,7 +15,7 @@ from jaxtyping import Float, UInt8
 
 from piston.sim.environment import Demonstration, Environment, Expert, Observation
 from piston.sim.metaworld_tasks import ACTION_REPEAT, MetaworldTask
-from piston.sim.rendering import View, render
+from piston.sim.rendering import View, pose_of, render, set_pose
 
 import mujoco  # isort: skip  (after rendering, which decides on OpenGL)
 from metaworld.env_dict import ALL_V3_ENVIRONMENTS
@@ -109,6 +109,15 @@ class MetaworldEnvironment(Environment):
         self, height: int = 480, width: int = 640, camera: str | None = None
     ) -> UInt8[np.ndarray, "h w 3"]:
         return self._draw(View(camera) if camera else _VIEW, height, width)
+
+    def pose(self) -> Float[np.ndarray, " p"]:
+        package = self._running().package
+        return pose_of(package.model, package.data)
+
+    def take_pose(self, pose: Float[np.ndarray, " p"]) -> None:
+        self.done = True
+        package = self._running().package
+        set_pose(package.model, package.data, pose)
 
     def initial_state(self) -> dict[str, Any]:
         vector = [float(value) for value in self._running().package._last_rand_vec]

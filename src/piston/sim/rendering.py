@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, UInt8
+from jaxtyping import Bool, Float, UInt8
 from PIL import Image
 
 from piston.sim.opengl import RenderingUnavailable, choose_opengl
@@ -32,6 +32,12 @@ _OPENGL = choose_opengl()
 import mujoco  # noqa: E402  (reads MUJOCO_GL when it is imported)
 
 _MAX_GEOMS = 2000
+# Joints, and what is moved from outside.
+_POSE = int(
+    mujoco.mjtState.mjSTATE_QPOS
+    | mujoco.mjtState.mjSTATE_MOCAP_POS
+    | mujoco.mjtState.mjSTATE_MOCAP_QUAT
+)
 _SMOOTHING = 2
 _INITIAL_BUFFER = (_SMOOTHING * 240, _SMOOTHING * 320)
 # Geoms of this group are not drawn by MuJoCo's default options.
@@ -56,6 +62,18 @@ def render(
     if height < 1 or width < 1:
         raise ValueError(f"An image needs at least one pixel, found {height}×{width}.")
     return _thread.submit(_render, source, model, data, view, height, width).result()
+
+
+def pose_of(model: mujoco.MjModel, data: mujoco.MjData) -> Float[np.ndarray, " p"]:
+    """All that a picture of this moment depends on, the model aside."""
+    pose = np.empty(mujoco.mj_stateSize(model, _POSE))
+    mujoco.mj_getState(model, data, pose, _POSE)
+    return pose
+
+
+def set_pose(model: mujoco.MjModel, data: mujoco.MjData, pose: Float[np.ndarray, " p"]) -> None:
+    mujoco.mj_setState(model, data, pose, _POSE)
+    mujoco.mj_forward(model, data)
 
 
 def _render(

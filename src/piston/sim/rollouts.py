@@ -29,11 +29,14 @@ Progress = Callable[[Outcome], None]
 
 
 class Watcher(Protocol):
-    """Sees every step of every episode, to make videos of some."""
+    """Sees every step of every episode, to make videos of some.
+
+    An episode that ended may be posed anew: nobody steps it again.
+    """
 
     def saw(self, environment: Environment) -> None: ...
 
-    def ended(self, outcome: Outcome) -> None: ...
+    def ended(self, environment: Environment, outcome: Outcome) -> None: ...
 
 
 class BatchPolicy(Protocol):
@@ -135,7 +138,7 @@ def evaluate(
                 running.remove(episode)
                 idle.append(episode)
                 if watcher is not None:
-                    watcher.ended(outcome)
+                    watcher.ended(episode.environment, outcome)
                 if progress is not None:
                     progress(outcome)
     for episode in episodes:

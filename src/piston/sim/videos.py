@@ -1,4 +1,7 @@
-"""Videos of evaluated episodes: the first failures and the first successes."""
+"""Videos of evaluated episodes: the first failures and the first successes.
+
+While an episode runs only poses are kept; pictures are drawn when it is known which are wanted.
+"""
 
 from __future__ import annotations
 
@@ -13,33 +16,40 @@ from piston.sim.environment import Environment
 from piston.sim.scores import Outcome
 
 _HEIGHT, _WIDTH = 240, 320
+_FPS = 12.5
 
 
 class VideoWatcher:
-    """Draws every `stride`-th step of every episode until enough of either kind were seen."""
+    """Keeps every episode's poses, and draws it at its end until enough of its kind were seen."""
 
-    def __init__(self, folder: Path, of_each: int = 3, stride: int = 2) -> None:
-        self._folder, self._of_each, self._stride = folder, of_each, stride
-        self._frames: dict[int, list[np.ndarray]] = {}
-        self._fps: dict[int, float] = {}
+    def __init__(self, folder: Path, of_each: int = 3) -> None:
+        self._folder, self._of_each = folder, of_each
+        self._poses: dict[int, list[np.ndarray]] = {}
         self._kept: Counter[bool] = Counter()
         self.written: list[Path] = []
 
     def saw(self, environment: Environment) -> None:
         wants_more = any(self._kept[kind] < self._of_each for kind in (False, True))
-        if wants_more and environment.steps % self._stride == 0:
-            seed = environment.seed or 0
-            self._fps[seed] = environment.control_hz / self._stride
-            self._frames.setdefault(seed, []).append(environment.render(_HEIGHT, _WIDTH))
+        if wants_more and environment.steps % _stride(environment) == 0:
+            self._poses.setdefault(environment.seed or 0, []).append(environment.pose())
 
-    def ended(self, outcome: Outcome) -> None:
-        frames = self._frames.pop(outcome.seed, [])
-        if frames and self._kept[outcome.success] < self._of_each:
-            self._kept[outcome.success] += 1
-            kind = "success" if outcome.success else "failure"
-            path = self._folder / f"{kind}_seed{outcome.seed}.mp4"
-            write_mp4(path, frames, self._fps[outcome.seed])
-            self.written.append(path)
+    def ended(self, environment: Environment, outcome: Outcome) -> None:
+        poses = self._poses.pop(outcome.seed, [])
+        if not poses or self._kept[outcome.success] >= self._of_each:
+            return
+        self._kept[outcome.success] += 1
+        kind = "success" if outcome.success else "failure"
+        path = self._folder / f"{kind}_seed{outcome.seed}.mp4"
+        frames = []
+        for pose in poses:
+            environment.take_pose(pose)
+            frames.append(environment.render(_HEIGHT, _WIDTH))
+        write_mp4(path, frames, environment.control_hz / _stride(environment))
+        self.written.append(path)
+
+
+def _stride(environment: Environment) -> int:
+    return max(1, round(environment.control_hz / _FPS))
 
 
 def write_mp4(path: Path, frames: list[np.ndarray], fps: float) -> None:
