@@ -4,7 +4,9 @@ import json
 
 import numpy as np
 import pytest
+from PIL import Image
 
+from piston.report import animation
 from piston.report.evaluations import read_evaluation
 from piston.report.run import read_run
 from piston.report.stages import Stage, Stages, read_stages
@@ -28,6 +30,35 @@ def test_videos_are_in_the_order_of_their_numbers(tmp_path):
         (tmp_path / "videos" / name).write_bytes(b"")
     names = [path.stem for path in read_evaluation(tmp_path).videos]
     assert names == ["failure_seed2", "success_seed0", "success_seed9", "success_seed10"]
+
+
+def test_an_animation_shows_every_video_and_stays_small(tmp_path, monkeypatch):
+    cases.write_evaluation(tmp_path / "eval")
+    result = read_evaluation(tmp_path / "eval")
+    animation.write_animation(tmp_path / "a.webp", [result])
+    with Image.open(tmp_path / "a.webp") as film:
+        assert film.n_frames == 13  # every second of 25
+        assert film.width == 2 * 240
+        first = np.asarray(film.convert("RGB")).astype(int)
+    # The failure comes first and begins bright, the success begins dark; each in its colour.
+    assert first[90, 120].min() > 200
+    assert first[90, 360].max() < 40
+    assert first[1, 120, 0] > first[1, 120, 1] + 50
+    assert first[1, 360, 1] > first[1, 360, 0] + 50
+
+    monkeypatch.setattr(animation, "MAX_BYTES", 10)
+    with pytest.raises(ValueError, match="more than 10"):
+        animation.write_animation(tmp_path / "b.webp", [result])
+    with pytest.raises(ValueError, match="piston eval … --video"):
+        animation.write_animation(tmp_path / "c.webp", [])
+
+
+def test_a_video_belongs_to_an_episode(tmp_path):
+    cases.write_evaluation(tmp_path)
+    result = read_evaluation(tmp_path)
+    assert result.outcome_of(result.videos[0]).seed == 2
+    with pytest.raises(ValueError, match="belongs to no episode"):
+        result.outcome_of(tmp_path / "success_seed77.mp4")
 
 
 def test_stages_are_read_back_and_replaced_when_done_again(tmp_path):

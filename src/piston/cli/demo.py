@@ -74,6 +74,11 @@ class DemoPlan:
         )
 
 
+# Of metaworld:tiny, the two pairs in the same start scene.
+_WITH_OPPOSITE = (
+    "metaworld:drawer-open-halfway,drawer-close-halfway,window-open-halfway,window-close-halfway"
+)
+
 PLANS = {
     "aloha": DemoPlan(
         task="aloha_transfer_cube",
@@ -81,6 +86,18 @@ PLANS = {
         episodes=150,
         trials=(Trial("asked", "0..49"),),
         execute_horizon=64,
+    ),
+    "metaworld": DemoPlan(
+        task="metaworld:tiny",
+        preset="tiny_metaworld",
+        episodes=300,
+        trials=(
+            Trial("asked", "0..124"),
+            Trial("opposite", "0..39", task=_WITH_OPPOSITE, opposite=True),
+        ),
+        execute_horizon=4,
+        folder="runs/demo-metaworld",
+        quick_episodes=5,
     ),
 }
 
@@ -148,7 +165,10 @@ def _do_all(job: Job, plan: DemoPlan, seed: int) -> None:
 
     page = job.out / "report.html"
     evaluations = [_results(job.out, trial) for trial in plan.trials]
-    words = (run_folder, "--eval", *evaluations, "--stages", job.state_file, "--out", page)
+    words = (
+        *(run_folder, "--eval", *evaluations, "--stages", job.state_file, "--out", page),
+        *("--animation", job.out / "animation.webp"),
+    )
     job.do("report", words, lambda: f"{page.stat().st_size / 1e6:.1f} MB", again=True)
 
 

@@ -28,7 +28,7 @@ from piston.report.stages import Stage, Stages, read_stages
 
 # Its presence says that a folder is a demo's own, to be deleted by the next one.
 STATE = "piston-demo.json"
-_OWN = ("data", "assets", "checkpoints", "eval", "cache", "report.html")
+_OWN = ("data", "assets", "checkpoints", "eval", "cache", "report.html", "animation.webp")
 _SECONDS_TO_START, _SECONDS_TO_STOP = 120.0, 60.0
 
 

@@ -91,7 +91,9 @@ def _who_answers(arguments: EvalArguments, num_episodes: int, stack: contextlib.
 
 
 def show(evaluation: Evaluation, out: Path) -> None:
-    table = Table(title=f"{evaluation.task}, {evaluation.policy}", title_justify="left")
+    sentence = ", asked for the opposite" if evaluation.opposite else ""
+    title = f"{evaluation.task}, {evaluation.policy}{sentence}"
+    table = Table(title=title, title_justify="left")
     table.add_column("")
     table.add_column("successes (95 % interval)", justify="right")
     table.add_row("fulfilled at some time", str(evaluation.success))

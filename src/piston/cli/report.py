@@ -11,6 +11,8 @@ import tyro
 from piston.cli.screen import console
 from piston.logs import init_logging
 from piston.report import write_report
+from piston.report.animation import write_animation
+from piston.report.evaluations import find_evaluations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +27,8 @@ class ReportArguments:
     out: Path | None = None
     # Seconds per stage, as `piston demo` writes them.
     stages: Path | None = None
+    # A short animation of the videos besides (.webp), for pages that play no videos.
+    animation: Path | None = None
     # Load the newest checkpoint, to show what it predicts.
     policy: bool = True
 
@@ -39,6 +43,13 @@ def run(args: list[str]) -> int:
         stages=arguments.stages,
         use_policy=arguments.policy,
     )
-    size = page.stat().st_size / 1e6
-    console().print(f"{page} ({size:.1f} MB)", soft_wrap=True, highlight=False)
+    _tell(page)
+    if arguments.animation is not None:
+        write_animation(arguments.animation, find_evaluations(arguments.run, arguments.eval))
+        _tell(arguments.animation)
     return 0
+
+
+def _tell(path: Path) -> None:
+    size = path.stat().st_size / 1e6
+    console().print(f"{path} ({size:.1f} MB)", soft_wrap=True, highlight=False)

@@ -39,54 +39,57 @@ _METAWORLD = dataclasses.replace(
     image_size=64,
 )
 
-PRESETS = (
-    TrainConfig(
-        name="tiny_aloha_sim",
-        model=_ALOHA,
-        data=LeRobotAlohaDataConfig(
-            repo_id="data/aloha_transfer_cube",
-            prompt_from_task=True,
-            # The simulated robot's own conventions are as good as any for a model that starts
-            # from nothing.
-            adapt_to_pi=False,
-            use_delta_joint_actions=False,
-            norm_floor=0.01,
-            action_stride=8,
-        ),
-        augmentation=False,
-        batch_size=16,
-        noise_draws=8,
-        num_workers=0,
-        cache_frames=True,
-        num_train_steps=1_500,
-        log_interval=100,
-        save_interval=1_000_000,
-        keep_period=None,
-        lr_schedule=CosineDecaySchedule(
-            warmup_steps=50, peak_lr=2e-3, decay_steps=1_500, decay_lr=2e-5
-        ),
-        optimizer=AdamW(weight_decay=1e-4),
-        ema_decay=0.99,
+
+def _schedule(num_steps: int) -> CosineDecaySchedule:
+    return CosineDecaySchedule(warmup_steps=50, peak_lr=2e-3, decay_steps=num_steps, decay_lr=2e-5)
+
+
+_ALOHA_SIM = TrainConfig(
+    name="tiny_aloha_sim",
+    model=_ALOHA,
+    data=LeRobotAlohaDataConfig(
+        repo_id="data/aloha_transfer_cube",
+        prompt_from_task=True,
+        # The simulated robot's own conventions are as good as any for a model that starts from
+        # nothing.
+        adapt_to_pi=False,
+        use_delta_joint_actions=False,
+        norm_floor=0.01,
+        action_stride=8,
     ),
-    TrainConfig(
+    augmentation=False,
+    batch_size=16,
+    noise_draws=8,
+    num_workers=0,
+    cache_frames=True,
+    num_train_steps=1_500,
+    log_interval=100,
+    save_interval=1_000_000,
+    keep_period=None,
+    lr_schedule=_schedule(1_500),
+    optimizer=AdamW(weight_decay=1e-4),
+    ema_decay=0.99,
+)
+
+PRESETS = (
+    _ALOHA_SIM,
+    dataclasses.replace(
+        _ALOHA_SIM,
+        name="tiny_aloha_insertion",
+        data=dataclasses.replace(_ALOHA_SIM.data, repo_id="data/aloha_insertion"),
+        num_train_steps=6_000,
+        lr_schedule=_schedule(6_000),
+    ),
+    dataclasses.replace(
+        _ALOHA_SIM,
         name="tiny_metaworld",
         model=_METAWORLD,
         data=LeRobotMetaworldDataConfig(
             repo_id="data/metaworld", prompt_from_task=True, norm_floor=0.01
         ),
-        augmentation=False,
         batch_size=32,
         noise_draws=2,
-        num_workers=0,
-        cache_frames=True,
-        num_train_steps=4_000,
-        log_interval=100,
-        save_interval=1_000_000,
-        keep_period=None,
-        lr_schedule=CosineDecaySchedule(
-            warmup_steps=50, peak_lr=2e-3, decay_steps=4_000, decay_lr=2e-5
-        ),
-        optimizer=AdamW(weight_decay=1e-4),
-        ema_decay=0.99,
+        num_train_steps=2_600,
+        lr_schedule=_schedule(2_600),
     ),
 )

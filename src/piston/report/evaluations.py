@@ -25,6 +25,8 @@ class EvaluationResult:
     outcomes: tuple[Outcome, ...]
     latency_ms: Mapping[str, float]
     videos: tuple[Path, ...]
+    # Whether the sentence asked for the opposite of what was counted.
+    opposite: bool = False
 
     @property
     def success(self) -> Rate:
@@ -33,6 +35,14 @@ class EvaluationResult:
     @property
     def held(self) -> Rate:
         return Rate(sum(outcome.held for outcome in self.outcomes), len(self.outcomes))
+
+    def outcome_of(self, video: Path) -> Outcome:
+        """Whose video it is: its name tells the seed."""
+        seed = re.search(r"seed(\d+)", video.stem)
+        for outcome in self.outcomes:
+            if seed is not None and outcome.seed == int(seed[1]):
+                return outcome
+        raise ValueError(f"{video} belongs to no episode of {self.name}: expected …seedN.mp4.")
 
     @property
     def by_prompt(self) -> dict[str, list[Outcome]]:
@@ -63,6 +73,7 @@ def read_evaluation(folder: Path) -> EvaluationResult:
         execute_horizon=summary["execute_horizon"],
         outcomes=tuple(Outcome(**outcome) for outcome in summary["outcomes"]),
         latency_ms=summary["latency_ms"],
+        opposite=summary.get("opposite", False),
         videos=tuple(sorted((folder / "videos").glob("*.mp4"), key=_in_order)),
     )
 

@@ -144,7 +144,7 @@ def evaluate(
     for episode in episodes:
         episode.environment.close()
     in_order = tuple(outcomes[seed] for seed in seeds)
-    return Evaluation(task, policy_name, execute_horizon, in_order, tuple(latencies))
+    return Evaluation(task, policy_name, execute_horizon, in_order, tuple(latencies), opposite)
 
 
 def _begin(episode: _Episode, seed: int, opposite: bool) -> None:

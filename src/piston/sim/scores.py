@@ -63,6 +63,8 @@ class Evaluation:
     outcomes: tuple[Outcome, ...]
     # Seconds of each inference, as the robot waited for it.
     latencies: tuple[float, ...]
+    # Whether the sentence asked for the opposite of what was counted.
+    opposite: bool = False
 
     @property
     def success(self) -> Rate:
@@ -89,6 +91,7 @@ class Evaluation:
             "task": self.task,
             "policy": self.policy,
             "execute_horizon": self.execute_horizon,
+            "opposite": self.opposite,
             "episodes": len(self.outcomes),
             "success": {"rate": self.success.value, "interval": self.success.interval},
             "held_at_the_end": {"rate": self.held.value, "interval": self.held.interval},

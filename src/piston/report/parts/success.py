@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,6 +33,11 @@ def _evaluation(evaluation: EvaluationResult, several: bool) -> Markup:
         f"at the end. Policy {evaluation.policy}, {evaluation.execute_horizon} steps of each chunk "
         "executed. Intervals are Wilson's, 95 %."
     )
+    if evaluation.opposite:
+        facts = (
+            "Here the sentence asked for the opposite of what is counted, so there should be next "
+            f"to no successes. {facts}"
+        )
     groups = evaluation.by_prompt
     grids = (_grid(prompt, outcomes, len(groups) > 1) for prompt, outcomes in groups.items())
     title = tag("h3", evaluation.name) if several else None
@@ -84,13 +88,4 @@ def _film(path: Path, evaluation: EvaluationResult) -> Markup:
         autoplay=True,
         playsinline=True,
     )
-    return tag("figure", video, tag("figcaption", _caption(path, evaluation)))
-
-
-def _caption(path: Path, evaluation: EvaluationResult) -> str:
-    """What happened, where the name tells which seed it was."""
-    seed = re.search(r"seed(\d+)", path.stem)
-    for outcome in evaluation.outcomes:
-        if seed is not None and outcome.seed == int(seed[1]):
-            return _told(outcome)
-    return path.stem
+    return tag("figure", video, tag("figcaption", _told(evaluation.outcome_of(path))))
