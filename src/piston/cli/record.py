@@ -58,6 +58,10 @@ def _record(
             progress=lambda kept, _: bar.update(shown, completed=kept),
         )
     console().print(
-        f"{out} holds {episodes} episodes of {task}: {tries} tries, "
-        f"{time.monotonic() - began:.1f} s."
+        f"{out} holds {_count(episodes, 'episode', 'episodes')} of {task}: "
+        f"{_count(tries, 'try', 'tries')}, {time.monotonic() - began:.1f} s."
     )
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"

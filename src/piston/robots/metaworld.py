@@ -56,7 +56,7 @@ def make_metaworld_example() -> Data:
     random = np.random.default_rng(0)
     return {
         "images": {
-            name: random.integers(256, size=(64, 64, 3), dtype=np.uint8) for name in CAMERAS
+            name: random.integers(256, size=(224, 224, 3), dtype=np.uint8) for name in CAMERAS
         },
         "state": random.uniform(0.0, 1.0, DIM).astype(np.float32),
         "prompt": "do something",

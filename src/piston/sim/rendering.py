@@ -17,6 +17,7 @@ import ctypes
 import dataclasses
 import functools
 import importlib
+import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -29,6 +30,9 @@ from PIL import Image
 from piston.sim.opengl import RenderingUnavailable, choose_opengl
 
 _OPENGL = choose_opengl()
+# Which bindings were found and how helps nobody; that something fails is told all the same.
+for _chatty in ("OpenGL", "absl"):
+    logging.getLogger(_chatty).setLevel(logging.WARNING)
 import mujoco  # noqa: E402  (reads MUJOCO_GL when it is imported)
 
 _MAX_GEOMS = 2000
