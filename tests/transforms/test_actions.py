@@ -13,6 +13,7 @@ from piston.transforms.actions import (
     DeltaActions,
     InterpolateActions,
     PadStatesAndActions,
+    PerturbState,
     SubsampleActions,
     make_bool_mask,
     pad_to_dim,
@@ -101,6 +102,39 @@ def test_make_bool_mask_meets_the_reference(small_reference):
     for name, expected in masks.items():
         dims = name.removeprefix("make_bool_mask(").removesuffix(")").split(",")
         assert list(make_bool_mask(*map(int, dims))) == expected, name
+
+
+def test_a_perturbed_state_leaves_the_way_to_the_right_place():
+    random = np.random.default_rng(0)
+    mask = (True, True, False)
+    perturb, delta = PerturbState(0.1, mask), DeltaActions(mask)
+    state = random.normal(size=(5_000, 3)).astype(np.float32)
+    actions = random.normal(size=(5_000, 4, 3)).astype(np.float32)
+    data = {"state": state, "actions": actions}
+
+    seen = perturb(data)
+    errors = seen["state"] - state
+    assert seen["state"].dtype == np.float32
+    np.testing.assert_array_equal(errors[:, 2], 0)
+    assert errors[:, :2].std() == pytest.approx(0.1, rel=0.05)
+    assert np.abs(errors[:, :2].mean(0)).max() < 0.01
+    assert len(np.unique(errors[:, 0])) > 2_000
+    # What the model learns leads from the state it sees to where the robot should go.
+    arrived = AbsoluteActions(mask)(delta(seen))["actions"]
+    np.testing.assert_allclose(arrived, actions, atol=1e-5)
+
+
+def test_a_sample_is_perturbed_alike_alone_and_in_a_batch_and_not_at_inference():
+    perturb = PerturbState(0.1, (True, True))
+    state = np.random.default_rng(0).normal(size=(3, 2)).astype(np.float32)
+    actions = np.zeros((3, 1, 2))
+    together = perturb({"state": state, "actions": actions})["state"]
+    for one, expected in zip(state, together):
+        alone = perturb({"state": one, "actions": actions[0]})["state"]
+        np.testing.assert_array_equal(alone, expected)
+    assert perturb({"state": state})["state"] is state
+    with pytest.raises(ValueError, match="std is -1"):
+        PerturbState(-1.0, (True,))
 
 
 def test_subsample_keeps_every_nth_step_and_its_padding_mark():

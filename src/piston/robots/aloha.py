@@ -23,7 +23,12 @@ from jaxtyping import Float
 from piston.config import DataConfig, DataConfigFactory
 from piston.models.configs import ModelConfig
 from piston.robots import first_actions, model_inputs, optional_actions
-from piston.transforms.actions import AbsoluteActions, DeltaActions, make_bool_mask
+from piston.transforms.actions import (
+    AbsoluteActions,
+    DeltaActions,
+    PerturbState,
+    make_bool_mask,
+)
 from piston.transforms.base import Data, Group, listed, missing_key, require_mapping, require_vector
 from piston.transforms.keys import RepackTransform
 
@@ -174,6 +179,9 @@ class LeRobotAlohaDataConfig(DataConfigFactory):
     use_delta_joint_actions: bool = True
     # Convert joints and grippers to the conventions of the released models.
     adapt_to_pi: bool = True
+    # Training only: random errors of the joints in the state (std in radians), so that relative
+    # actions learn to correct an error instead of keeping it.
+    state_noise: float = 0.0
     # The data set's keys for the robot's own.
     repack_transforms: tyro.conf.Suppress[Group] = Group(
         inputs=(
@@ -198,6 +206,8 @@ class LeRobotAlohaDataConfig(DataConfigFactory):
             inputs=(AlohaInputs(adapt_to_pi=self.adapt_to_pi, cameras=self.cameras),),
             outputs=(AlohaOutputs(adapt_to_pi=self.adapt_to_pi),),
         )
+        if self.state_noise:
+            data_transforms = data_transforms.push([PerturbState(self.state_noise, JOINTS)], [])
         if self.use_delta_joint_actions:
             data_transforms = data_transforms.push(
                 [DeltaActions(JOINTS)], [AbsoluteActions(JOINTS)]

@@ -8,6 +8,7 @@ Dims: s state, h horizon, a action dim; `*b` any leading batch axes.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -59,6 +60,42 @@ class AbsoluteActions:
             return data
         actions, offset = _actions_and_offset(data, self.mask, "AbsoluteActions")
         return {**data, "actions": (actions + offset).astype(actions.dtype)}
+
+
+@dataclasses.dataclass(frozen=True)
+class PerturbState:
+    """In training, the state is wrong by random numbers where `mask` is True; actions stay right.
+
+    Before `DeltaActions`, the chunk then leads from the wrong state to the right place: a policy
+    learns to correct an error of the state instead of keeping it. The numbers depend on the state
+    alone, so that a sample is the same whenever it is read. Where there are no actions (inference),
+    nothing changes.
+    """
+
+    std: float
+    mask: Sequence[bool]
+
+    def __post_init__(self) -> None:
+        if not self.std >= 0:
+            raise ValueError(f"PerturbState: std is {self.std}; expected at least 0.")
+        object.__setattr__(self, "mask", _as_mask(self.mask, "PerturbState"))
+
+    def __call__(self, data: Data) -> Data:
+        if "actions" not in data:
+            return data
+        state = _as_float(require_vector(data, "state", len(self.mask), "PerturbState"))
+        bits = np.ascontiguousarray(state, np.float32).view(np.uint32)
+        errors = _errors(len(self.mask))[bits.sum(-1, dtype=np.int64) % _NUM_ERRORS]
+        wrong = state + self.std * errors * np.array(self.mask)
+        return {**data, "state": wrong.astype(state.dtype)}
+
+
+_NUM_ERRORS = 4_099
+
+
+@functools.cache
+def _errors(dim: int) -> Float[np.ndarray, "n dim"]:
+    return np.random.default_rng(0).normal(size=(_NUM_ERRORS, dim))
 
 
 @dataclasses.dataclass(frozen=True)
