@@ -55,6 +55,9 @@ _ALOHA_SIM = TrainConfig(
         adapt_to_pi=False,
         use_delta_joint_actions=False,
         norm_floor=0.01,
+        # In demonstrations without errors the state alone tells what comes next, and a policy that
+        # believes it looks past the picture: seeds between 40 % and 98 %. With errors: 98 % and up.
+        state_noise=0.02,
         action_stride=8,
     ),
     augmentation=False,
