@@ -66,10 +66,17 @@ def test_a_saved_position_goes_on_with_any_number_of_ranks(num_samples, cut, wor
     assert [joined(parts) for parts in zip(*continued)] == expected
 
 
-def test_a_position_of_other_data_or_another_seed_is_refused():
+def test_a_position_of_other_data_is_one_in_their_order(caplog):
     state = Order(range(10), 2, seed=0).state_dict(6)
-    with pytest.raises(ValueError, match="samples_per_epoch is 10, now it is 11"):
-        Order(range(11), 2, seed=0).position_of(state)
+    other = Order(range(11), 2, seed=0)
+    assert other.position_of(state) == 6
+    assert caplog.text.count("samples_per_epoch was 10, now it is 11") == 1
+    Order(range(11), 2, seed=0, rank=1, world_size=2).position_of(state)
+    assert len(caplog.records) == 1  # the first process tells it for all
+
+
+def test_a_position_of_another_seed_is_refused():
+    state = Order(range(10), 2, seed=0).state_dict(6)
     with pytest.raises(ValueError, match="seed is 0, now it is 1"):
         Order(range(10), 2, seed=1).position_of(state)
 

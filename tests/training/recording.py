@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from piston.config import AssetsConfig
 from piston.data.recorder import Recorder
@@ -54,3 +56,14 @@ def recorded(folder: Path, *, episodes: int, frames: int) -> dict[str, Any]:
     }
     write_norm_stats(folder / "assets" / "libero", stats)
     return {"data": factory, "model": LIBERO}
+
+
+def spoil(folder: Path, column: str, row: int, value: Any) -> None:
+    """Put a value into a row of a recorded set's only data file."""
+    (path,) = folder.glob("data/*/*.parquet")
+    table = pq.read_table(path)
+    values = table[column].to_pylist()
+    values[row] = value
+    changed = pa.chunked_array([pa.array(values, table[column].type)])
+    place = table.schema.get_field_index(column)
+    pq.write_table(table.set_column(place, table.schema.field(place), changed), path)

@@ -11,6 +11,7 @@ and a position in it is one number. Knows nothing of what a sample holds.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +19,8 @@ import numpy as np
 from jaxtyping import Int64
 
 from piston.data.subsets import Samples, WeightedMixture, shuffled
+
+logger = logging.getLogger(__name__)
 
 Indices = Int64[np.ndarray, " n"]
 
@@ -86,15 +89,27 @@ class Order:
         }
 
     def position_of(self, state: Mapping[str, Any]) -> int:
-        """The position in a saved state; refuses one of other data or another seed."""
-        for name in ("seed", "samples_per_epoch", "mixture"):
-            before, now = state.get(name), getattr(self, name)
-            if before != now:
-                raise ValueError(
-                    f"The saved data position belongs to another order: its {name} is "
-                    f"{before}, now it is {now}. Continue with the same data and seed, or "
-                    "start a new run."
-                )
+        """The position in a saved state; of other data it is one in their new order.
+
+        Another seed is refused: it belongs to all that is random in a run.
+        """
+        if state.get("seed") != self.seed:
+            raise ValueError(
+                f"The saved data position belongs to another order: its seed is "
+                f"{state.get('seed')}, now it is {self.seed}. Continue with the same seed, or "
+                "start a new run."
+            )
+        changed = [
+            f"{name} was {state.get(name)}, now it is {getattr(self, name)}"
+            for name in ("samples_per_epoch", "mixture")
+            if state.get(name) != getattr(self, name)
+        ]
+        if changed and self.rank == 0:
+            logger.warning(
+                "The data are not those of the saved position: %s. Samples are taken in a new "
+                "order from here on.",
+                "; ".join(changed),
+            )
         return int(state["position"])
 
 

@@ -52,6 +52,11 @@ def choose_episodes(episodes: Sequence[Episode], choice: EpisodeChoice) -> list[
     return chosen
 
 
+def without_episodes(choice: str | None, episodes: Iterable[int | str]) -> str:
+    """The text of a choice that leaves these out as well, as one gives it to --data.episodes."""
+    return ",".join([*filter(None, [choice]), *(f"!{episode}" for episode in episodes)])
+
+
 def _whole_numbers(choice: Iterable[int]) -> set[int]:
     numbers = list(choice)
     for number in numbers:

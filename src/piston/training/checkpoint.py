@@ -17,6 +17,7 @@ import json
 import logging
 import shutil
 import threading
+import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,7 +35,7 @@ from piston.training.distributed import Processes
 from piston.training.manifest import find_damage, seal, sync
 from piston.training.state import prepare_to_load, snapshot
 from piston.training.step import Trainer
-from piston.transforms.normalize import NormStats, write_norm_stats
+from piston.transforms.normalize import NormStats, read_norm_stats, write_norm_stats
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,9 @@ _STATE = "train_state"
 _PROGRESS = "progress.json"
 # Names of folders that are being written or removed: of no use to anyone after a kill.
 UNFINISHED = ("*.partial", "*.removed")
+
+# How often the last save is tried again, and the seconds before each time.
+_ATTEMPTS, _PAUSE = 20, 30.0
 
 # It tells a single process that it is one. (Not within `catch_warnings`, which threads share.)
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -53,6 +57,22 @@ class Statistics:
 
     asset_id: str
     stats: Mapping[str, NormStats]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Copy:
+    """What a checkpoint is written from; training does not change it any more."""
+
+    state: dict[str, Tensor]
+    served: dict[str, Tensor]
+    step: int
+    progress: Mapping[str, Any]
+
+    @property
+    def num_bytes(self) -> int:
+        """On the disk, but for small files. (The size of a sharded tensor is that of the whole.)"""
+        tensors = (*self.state.values(), *self.served.values())
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 class CheckpointWriter:
@@ -73,15 +93,21 @@ class CheckpointWriter:
         self._takes_part = processes.is_first or config.sharding == "fsdp"
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
+        # Of the last save, which is tried again if it fails.
+        self._last: _Copy | None = None
 
-    def save(self, trainer: Trainer, step: int, progress: Mapping[str, Any]) -> None:
-        """Copies now, writes in the background. An earlier save is finished first."""
+    def save(
+        self, trainer: Trainer, step: int, progress: Mapping[str, Any], *, last: bool = False
+    ) -> None:
+        """Copies now, writes in the background. An earlier save is finished first.
+
+        The copy of the `last` one is kept for `finish`, which has to follow.
+        """
         self.wait()
         if self._takes_part:
-            self._thread = threading.Thread(
-                target=self._write, args=(*snapshot(trainer), step, progress), name="checkpoint"
-            )
-            self._thread.start()
+            copy = _Copy(*snapshot(trainer), step, progress)
+            self._last = copy if last else None
+            self._start(copy)
 
     def wait(self) -> None:
         """Until nothing is being written, by any process. A failure is told of, not raised."""
@@ -89,10 +115,29 @@ class CheckpointWriter:
         self._processes.wait_for_all()
 
     def finish(self) -> None:
-        """As `wait`, at the end of the run: if the last save failed, that is an error."""
+        """As `wait`, at the end of the run: a save that found no room is tried again for a while.
+
+        All that was learned since the save before is in memory alone.
+        """
         self.wait()
+        for _ in range(_ATTEMPTS):
+            may_help = self._last is not None and isinstance(self._error, OSError)
+            if not self._processes.agree(may_help):
+                break
+            if self._processes.is_first:
+                logger.error(
+                    "What was trained is still in memory. Make room there (%s); it is tried again "
+                    "in %d seconds, for %d minutes in all.",
+                    self._folder,
+                    _PAUSE,
+                    _ATTEMPTS * _PAUSE / 60,
+                )
+            time.sleep(_PAUSE)
+            if self._last is not None:
+                self._start(self._last)
+            self.wait()
         if self._error is not None:
-            raise self._error
+            raise self._lost(self._error) from self._error
 
     def __enter__(self) -> Self:
         return self
@@ -105,43 +150,50 @@ class CheckpointWriter:
             self._thread.join()
             self._thread = None
 
-    def _write(
-        self,
-        state: dict[str, Tensor],
-        served: dict[str, Tensor],
-        step: int,
-        progress: Mapping[str, Any],
-    ) -> None:
-        fresh, self._error = self._folder / f"{step}.partial", None
+    def _start(self, copy: _Copy) -> None:
+        self._thread = threading.Thread(target=self._write, args=(copy,), name="checkpoint")
+        self._thread.start()
+
+    def _write(self, copy: _Copy) -> None:
+        fresh, self._error = self._folder / f"{copy.step}.partial", None
         try:
-            dcp.save(
-                state, checkpoint_id=fresh / _STATE, **_together(self._config, self._processes)
-            )
+            together = _together(self._config, self._processes)
+            dcp.save(copy.state, checkpoint_id=fresh / _STATE, **together)
             if self._processes.is_first:
-                self._complete(fresh, served, progress)
-                fresh.rename(self._folder / str(step))
+                self._complete(fresh, copy)
+                fresh.rename(self._folder / str(copy.step))
                 sync(self._folder)
-                logger.info("Saved checkpoint %s", self._folder / str(step))
+                logger.info("Saved checkpoint %s", self._folder / str(copy.step))
                 self._remove_old()
         except (Exception, CheckpointException) as failure:
             # Training goes on: the next save may find room again, and nothing older is touched.
             self._error = _cause(failure)
-            logger.error(
-                "The checkpoint of step %d was not saved: %s (%.1f GB are free there). Earlier "
-                "ones are untouched; training goes on and tries again at the next one.",
-                step,
-                self._error,
-                shutil.disk_usage(self._folder).free / 1e9,
-            )
             if self._processes.is_first:
                 shutil.rmtree(fresh, ignore_errors=True)
+                is_last = copy is self._last
+                logger.error(
+                    "The checkpoint of step %d was not saved: %s (about %.1f GB are needed, %.1f "
+                    "GB are free there). Earlier ones are untouched%s",
+                    copy.step,
+                    self._error,
+                    copy.num_bytes / 1e9,
+                    shutil.disk_usage(self._folder).free / 1e9,
+                    "." if is_last else "; training goes on and tries again at the next one.",
+                )
 
-    def _complete(
-        self, fresh: Path, served: dict[str, Tensor], progress: Mapping[str, Any]
-    ) -> None:
-        (fresh / _STATE / _PROGRESS).write_text(json.dumps(progress, indent=2))
+    def _lost(self, error: Exception) -> OSError:
+        steps = saved_steps(self._folder)
+        size = f", about {self._last.num_bytes / 1e9:.1f} GB," if self._last else ""
+        kept = f"after step {steps[-1]}, the newest that is saved" if steps else "from the start"
+        return OSError(
+            f"The last checkpoint{size} could not be written to {self._folder}: {error}. Make room "
+            f"there and go on with --resume, {kept}."
+        )
+
+    def _complete(self, fresh: Path, copy: _Copy) -> None:
+        (fresh / _STATE / _PROGRESS).write_text(json.dumps(copy.progress, indent=2))
         sections = {TRAIN_SECTION: to_json(self._config)}
-        weights.save_model(served, self._config.model, fresh, sections=sections)
+        weights.save_model(copy.served, self._config.model, fresh, sections=sections)
         if self._statistics is not None:
             folder = fresh / "assets" / self._statistics.asset_id
             write_norm_stats(folder, self._statistics.stats)
@@ -154,8 +206,11 @@ class CheckpointWriter:
             kept_for_good = period is not None and step % period == 0
             if step not in newest and not kept_for_good:
                 removed = self._folder / f"{step}.removed"
-                (self._folder / str(step)).rename(removed)
-                shutil.rmtree(removed)
+                try:
+                    (self._folder / str(step)).rename(removed)
+                    shutil.rmtree(removed)
+                except OSError as error:  # no reason to call the new one not saved
+                    logger.warning("Checkpoint %d was not removed: %s", step, error)
 
 
 def saved_steps(run: Path) -> list[int]:
@@ -171,6 +226,22 @@ def newest_whole_step(run: Path) -> int | None:
             return step
         logger.warning("Checkpoint %s is not used: %s", run / str(step), damage)
     return None
+
+
+def tell_other_statistics(folder: Path, statistics: Statistics | None) -> None:
+    """Warn where a run that is resumed would go on with other statistics than it was saved with."""
+    if statistics is None:
+        return
+    inside = folder / "assets" / statistics.asset_id
+    if not inside.is_dir():
+        logger.warning("%s was trained with other statistics than %s", folder, statistics.asset_id)
+    elif read_norm_stats(inside) != statistics.stats:
+        logger.warning(
+            "The statistics of %s are not those that %s was trained with (in its assets/): states "
+            "and actions now mean something else to the model. Put those back to undo that.",
+            statistics.asset_id,
+            folder,
+        )
 
 
 def restore(trainer: Trainer, folder: Path) -> dict[str, Any]:

@@ -82,9 +82,15 @@ def join_processes(config: TrainConfig) -> Iterator[Processes]:
         yield Processes(0, 1, device)
         return
     dist.init_process_group("nccl" if has_gpu else "gloo")
-    yield Processes(rank, world_size, device, dist.new_group(backend="gloo", timeout=_PATIENCE))
+    processes = Processes(
+        rank, world_size, device, dist.new_group(backend="gloo", timeout=_PATIENCE)
+    )
+    yield processes
     # Not after an error: to take leave of processes that are in the midst of a step may take for
     # ever, while torchrun ends them as soon as this one has ended.
+    # gloo's threads need Python for a moment after a sum; to be destroyed in that moment is a
+    # deadlock, so they get it while this one waits.
+    processes.wait_for_all()
     dist.destroy_process_group()
 
 

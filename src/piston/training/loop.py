@@ -18,19 +18,33 @@ import torch
 
 from piston import weights
 from piston.config import DataConfig, TrainConfig
+from piston.data.batches import Batch
+from piston.data.finite import require_finite
 from piston.data.loader import Loader
 from piston.data.order import Order
 from piston.data.pipeline import open_source, open_training_data
-from piston.data.subsets import Samples, split_episodes
+from piston.data.subsets import Samples, split_episodes, without_episodes
 from piston.models.autoregressive import Pi0FAST
 from piston.models.flow import Pi0
-from piston.training.checkpoint import CheckpointWriter, Statistics, restore
+from piston.training.checkpoint import (
+    CheckpointWriter,
+    Statistics,
+    restore,
+    tell_other_statistics,
+)
 from piston.training.distributed import Processes, join_processes
+from piston.training.preflight import check_freeze, check_weights, read_statistics
 from piston.training.progress import Meter, RunBar, describe, save_first_batch, time_left
 from piston.training.run import Run, begin, open_run
 from piston.training.signals import StopSignals
 from piston.training.step import StepResult, Trainer
-from piston.training.trackers import Numbers, Trackers, make_trackers, require_trackers
+from piston.training.trackers import (
+    Numbers,
+    Trackers,
+    check_logins,
+    make_trackers,
+    require_trackers,
+)
 from piston.training.validation import Validation
 
 logger = logging.getLogger(__name__)
@@ -48,11 +62,16 @@ def train_loop(config: TrainConfig) -> Path:
     """Train as the configuration says; the folder of the last checkpoint."""
     # What is cheap and may be wrong comes first: nobody waits an hour for a missing file.
     require_trackers(config)
-    pipeline = config.data_config().with_norm_stats(config.name)
+    pipeline = read_statistics(config)
     robot_dim = _robot_action_dim(config, pipeline)
+    check_freeze(config)
     with ExitStack() as stack:
         processes = stack.enter_context(join_processes(config))
         run = stack.enter_context(open_run(config, processes))
+        if processes.is_first:
+            check_logins(config)
+        if run.resumed is None:
+            check_weights(config)
 
         # Data.
         training, held_out = _open_data(config, pipeline)
@@ -67,6 +86,7 @@ def train_loop(config: TrainConfig) -> Path:
         validation = None if held_out is None else Validation(held_out, processes, robot_dim)
 
         # Model and optimizer.
+        statistics = _statistics(pipeline)
         trainer = Trainer(config, _initial_model(config, processes, run), processes, robot_dim)
         meter = Meter(config.batch_size)
         if run.resumed_folder is not None:
@@ -74,10 +94,11 @@ def train_loop(config: TrainConfig) -> Path:
             loader.load_state_dict(progress["loader"])
             meter.load_state_dict(progress["meter"])
             logger.info("Resumed %s after step %d", run.folder, run.resumed)
+            if processes.is_first:
+                tell_other_statistics(run.resumed_folder, statistics)
 
         # From here on something is written.
         begin(run, config, processes)
-        statistics = _statistics(pipeline)
         writer = stack.enter_context(CheckpointWriter(config, run.folder, processes, statistics))
         trackers = _open_trackers(config, processes, run)
         stack.callback(trackers.close)
@@ -87,9 +108,15 @@ def train_loop(config: TrainConfig) -> Path:
         last_step = config.num_train_steps - 1
         meter.start_clock()
         for step in range(run.first_step, config.num_train_steps):
-            begun = time.perf_counter()
-            batch = next(loader)
+            before, begun = loader.state_dict(), time.perf_counter()
+            batch, failure = _read(loader)
             waited = time.perf_counter() - begun
+            if processes.agree(failure is not None):
+                progress = {"loader": before, "meter": meter.state_dict()}
+                if step > run.first_step and not _is_due(step - 1, config.save_interval):
+                    writer.save(trainer, step - 1, progress, last=True)
+                writer.finish()
+                raise _without_data(failure, step, pipeline)
             if step == 0 and processes.is_first:
                 save_first_batch(batch, run.folder / "first_batch.png")
 
@@ -103,13 +130,14 @@ def train_loop(config: TrainConfig) -> Path:
             if step % config.log_interval == 0 or step == last_step:
                 _log(trackers, step, config, meter.numbers(), processes)
                 meter.begin_interval()
-            if validation and (_is_due(step, config.validation_interval) or step == last_step):
-                _log_validation(trackers, step, validation.run(trainer), processes)
-
-            stopping = processes.agree(signals.asked is not None)
-            if _is_due(step, config.save_interval) or step == last_step or stopping:
-                progress = {"loader": loader.state_dict(), "meter": meter.state_dict()}
-                writer.save(trainer, step, progress)
+            with meter.paused():
+                if validation and (_is_due(step, config.validation_interval) or step == last_step):
+                    _log_validation(trackers, step, validation.run(trainer), processes)
+                stopping = processes.agree(signals.asked is not None)
+                is_last = step == last_step or stopping
+                if _is_due(step, config.save_interval) or is_last:
+                    progress = {"loader": loader.state_dict(), "meter": meter.state_dict()}
+                    writer.save(trainer, step, progress, last=is_last)
             if stopping and step < last_step:
                 writer.finish()
                 raise _stopped(signals.asked, step)
@@ -127,12 +155,14 @@ def _robot_action_dim(config: TrainConfig, pipeline: DataConfig) -> int | None:
 
 def _open_data(config: TrainConfig, pipeline: DataConfig) -> tuple[Samples, Samples | None]:
     """What is trained on, and the held-out episodes if there are to be any."""
+    if pipeline.fake and config.validation_episodes:
+        raise ValueError("--validation-episodes needs a data set; random samples have no episodes.")
+    if not pipeline.fake:
+        source = open_source(pipeline, config.model)
+        require_finite(source, pipeline, config.model.action_horizon)
     if config.validation_episodes == 0:
         return open_training_data(config, cache_frames=config.cache_frames), None
-    if pipeline.fake:
-        raise ValueError("--validation-episodes needs a data set; random samples have no episodes.")
-    episodes = open_source(pipeline, config.model, images=False).episodes
-    kept, held_out = split_episodes(episodes, config.validation_episodes, seed=config.seed)
+    kept, held_out = split_episodes(source.episodes, config.validation_episodes, seed=config.seed)
     return (
         open_training_data(config, episodes=kept, cache_frames=config.cache_frames),
         open_training_data(config, episodes=held_out, cache_frames=config.cache_frames),
@@ -169,6 +199,28 @@ def _open_trackers(config: TrainConfig, processes: Processes, run: Run) -> Track
     return make_trackers(config, run.folder, run.first_step)
 
 
+def _read(loader: Loader) -> tuple[Batch, Exception | None]:
+    """The next batch; what goes wrong is not raised here, as the others have to hear of it."""
+    try:
+        return next(loader), None
+    except Exception as failure:
+        return {}, failure
+
+
+def _without_data(failure: Exception | None, step: int, pipeline: DataConfig) -> Exception:
+    """What the loader raised, here or on another process, with how to go on."""
+    saved = f"Step {step - 1} is saved. Go" if step else "No step is lost. Go"
+    choice = without_episodes(pipeline.episodes, ["N"])
+    advice = (
+        f"{saved} on with --resume; if an episode is at fault, without it: --resume "
+        f"--data.episodes '{choice}'"
+    )
+    if failure is None:
+        return TrainingStopped(f"Another process could not read its data. {advice}")
+    failure.add_note(advice)
+    return failure
+
+
 def _is_due(step: int, interval: int) -> bool:
     return step > 0 and step % interval == 0
 
@@ -190,10 +242,13 @@ def _tell_skipped(result: StepResult, batch: Mapping[str, Any], step: int) -> No
 
 def _check_skipped(in_a_row: int, config: TrainConfig) -> None:
     if in_a_row >= config.max_skipped_steps:
+        choice = without_episodes(config.data.episodes, ["N"])
         raise TrainingStopped(
-            f"{in_a_row} steps in a row had a loss or gradient that is not finite; checkpoints are "
-            "untouched. Lower --lr-schedule.peak-lr, look at the episodes above with `piston data "
-            "check`, or try --model.dtype float32; then go on with --resume."
+            f"{in_a_row} steps in a row had a loss or gradient that is not finite; they moved no "
+            "weights, and checkpoints are untouched. If few samples above have a (!), leave their "
+            f"episodes out: --resume --data.episodes '{choice}'. If most have it, lower the rate: "
+            f"--resume --lr-schedule.peak-lr {config.lr_schedule.peak_lr / 2:g}, or try --resume "
+            "--model.dtype float32."
         )
 
 

@@ -6,7 +6,8 @@ import datetime
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,6 +15,7 @@ import numpy as np
 from PIL import Image
 from rich import progress
 from rich.console import Console
+from rich.table import Column
 
 from piston.config import TrainConfig
 from piston.training.step import StepResult
@@ -22,6 +24,8 @@ from piston.training.trackers import Numbers
 logger = logging.getLogger(__name__)
 
 _MAX_SAMPLES_SHOWN = 4
+# Columns of a terminal for the step and all numbers; what a name and a bar need to be worth it.
+_NUMBERS_WIDTH, _SMALLEST_NAME, _SMALLEST_BAR = 80, 8, 8
 
 
 class Meter:
@@ -42,6 +46,13 @@ class Meter:
     def start_clock(self) -> None:
         """Rates are of the steps from now on."""
         self._steps, self._waited, self._started = 0, 0.0, time.perf_counter()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside takes no time: rates are of steps alone."""
+        begun = time.perf_counter()
+        yield
+        self._started += time.perf_counter() - begun
 
     def add(self, result: StepResult, waited: float) -> None:
         self._steps += 1
@@ -88,18 +99,14 @@ class RunBar:
     def __init__(self, config: TrainConfig, first_step: int, shown: bool) -> None:
         console = Console(stderr=True)
         self._bar = progress.Progress(
-            progress.TextColumn(config.exp_name, markup=False),
-            progress.BarColumn(),
-            progress.MofNCompleteColumn(),
-            progress.TextColumn("{task.fields[state]}"),
-            progress.TimeRemainingColumn(),
+            *_columns(config.exp_name, console.width),
             console=console,
             disable=not (shown and console.is_terminal),
-            speed_estimate_period=600,
         )
         self._task = self._bar.add_task(
             "", total=config.num_train_steps, completed=first_step, state=""
         )
+        self._steps_left, self._batch_size = config.num_train_steps - first_step, config.batch_size
         self._redirected: list[tuple[logging.StreamHandler[Any], Any]] = []
 
     def __enter__(self) -> Self:
@@ -118,7 +125,25 @@ class RunBar:
         self._bar.stop()
 
     def advance(self, meter: Meter) -> None:
-        self._bar.update(self._task, advance=1, state=describe(meter.numbers()))
+        self._steps_left -= 1
+        numbers = meter.numbers()
+        left = time_left(numbers, self._steps_left * self._batch_size)
+        self._bar.update(self._task, advance=1, state=f"{left}  {describe(numbers)}")
+
+
+def _columns(name: str, width: int) -> list[progress.ProgressColumn]:
+    """Steps and numbers always; of the name and the bar what there is room for."""
+    room = width - _NUMBERS_WIDTH
+    shortened = name if len(name) <= room else name[: max(room - 1, 0)] + "…"
+    columns: list[progress.ProgressColumn] = []
+    if room > _SMALLEST_NAME:
+        columns.append(progress.TextColumn(shortened, markup=False))
+    if room - len(shortened) > _SMALLEST_BAR:
+        columns.append(progress.BarColumn())
+    whole = Column(no_wrap=True)
+    columns.append(progress.MofNCompleteColumn(table_column=whole))
+    columns.append(progress.TextColumn("{task.fields[state]}", table_column=whole.copy()))
+    return columns
 
 
 def describe(numbers: Numbers) -> str:

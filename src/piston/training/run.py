@@ -15,14 +15,19 @@ from typing import Any
 import filelock
 
 from piston.config import TrainConfig
+from piston.data.atomic_files import write_text
 from piston.serialization import to_json
 from piston.training.checkpoint import UNFINISHED, newest_whole_step, saved_steps
 from piston.training.distributed import Processes
-from piston.training.trackers import METRICS, forget_after, read_lines
+from piston.training.manifest import find_damage
+from piston.training.trackers import METRICS, WANDB_ID, forget_after, read_lines
+from piston.transforms.keys import flatten_dict
 
 logger = logging.getLogger(__name__)
 
 CONFIG = "run.json"
+# Not worth a word when it is other than before: what one changes to go on, and where things are.
+_MEANT_TO_CHANGE = ("resume", "overwrite", "num_train_steps", "checkpoint_base_dir")
 # Seconds until a file of one machine is seen on another, at the latest.
 _PATIENCE = 60.0
 
@@ -55,11 +60,13 @@ def open_run(config: TrainConfig, processes: Processes) -> Iterator[Run]:
 def begin(run: Run, config: TrainConfig, processes: Processes) -> None:
     """Make the folder ready for steps. Here, and not before, --overwrite deletes."""
     if processes.is_first:
-        if run.resumed is None and run.folder.exists():
+        if config.overwrite and run.folder.exists():
             shutil.rmtree(run.folder)
         run.folder.mkdir(parents=True, exist_ok=True)
         _tidy(run)
-        (run.folder / CONFIG).write_text(json.dumps(to_json(config), indent=2))
+        text = json.dumps(to_json(config), indent=2)
+        _tell_changes(run.folder / CONFIG, json.loads(text))
+        write_text(run.folder / CONFIG, text)
     processes.wait_for_all()
     _check_shared(run.folder)
 
@@ -94,6 +101,29 @@ def _tidy(run: Run) -> None:
             shutil.rmtree(damaged, ignore_errors=True)
             (run.folder / str(step)).rename(damaged)
     forget_after(run.folder / METRICS, run.first_step - 1)
+    if run.resumed is None:
+        (run.folder / WANDB_ID).unlink(missing_ok=True)
+
+
+def _tell_changes(path: Path, now: dict[str, Any]) -> None:
+    """One line with what is configured otherwise than when the run was last started."""
+    before = flatten_dict(_read_config(path) or {}, ".")
+    changed = [
+        f"{name} {before[name]} → {value}"
+        for name, value in flatten_dict(now, ".").items()
+        if name in before and before[name] != value and name not in _MEANT_TO_CHANGE
+    ]
+    if changed:
+        logger.info("changed since the last start: %s", ", ".join(changed))
+
+
+def _read_config(path: Path) -> dict[str, Any] | None:
+    """None where there is none, or none that can be read."""
+    try:
+        config = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return config if isinstance(config, dict) else None
 
 
 def _check_shared(folder: Path) -> None:
@@ -125,21 +155,29 @@ def _lock(folder: Path) -> Iterator[None]:
 
 
 def list_runs(base: Path) -> list[dict[str, Any]]:
-    """Every run below a folder: its name, last logged step and loss, and newest checkpoint."""
+    """Every run below a folder: its name, last logged step and loss, and newest checkpoint.
+
+    `num_train_steps` is None where the run's configuration cannot be read.
+    """
     runs = []
     for path in sorted(base.glob(f"*/*/{CONFIG}")):
-        folder = path.parent
-        steps = saved_steps(folder)
+        folder, config = path.parent, _read_config(path) or {}
         logged = [line for line in read_lines(folder / METRICS) if "loss" in line]
         runs.append(
             {
                 "preset": folder.parent.name,
                 "name": folder.name,
                 "folder": folder,
-                "num_train_steps": json.loads(path.read_text())["num_train_steps"],
+                "num_train_steps": config.get("num_train_steps"),
                 "step": logged[-1]["step"] if logged else None,
                 "loss": logged[-1]["loss"] if logged else None,
-                "checkpoint": folder / str(steps[-1]) if steps else None,
+                "checkpoint": _newest_checkpoint(folder),
             }
         )
     return runs
+
+
+def _newest_checkpoint(folder: Path) -> Path | None:
+    """By the sizes of its files; their contents are looked at when a run is resumed."""
+    checkpoints = [folder / str(step) for step in reversed(saved_steps(folder))]
+    return next((path for path in checkpoints if not find_damage(path, only_sizes=True)), None)

@@ -10,7 +10,8 @@ import json
 import logging
 import math
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +21,8 @@ from piston.serialization import to_json
 logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
+WANDB_ID = "wandb_id.txt"
+_WANDB_WITHOUT_LOGIN = ("offline", "dryrun", "disabled")
 # A list has one number per dimension; what is None or not finite is left out.
 Numbers = Mapping[str, float | Sequence[float] | None]
 
@@ -35,21 +38,29 @@ class Trackers:
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = trackers
+        self._failed: set[str] = set()
 
     def log(self, step: int, numbers: Numbers) -> None:
         known = {name: value for name, value in numbers.items() if _is_known(value)}
         for tracker in self._trackers:
             try:
                 tracker.log(step, known)
-            except OSError as error:
-                logger.error("Metrics of step %d were not written: %s", step, error)
+            except Exception as error:  # theirs may be of any kind
+                self._tell(tracker, f"Metrics of step {step} were not written", error)
 
     def close(self) -> None:
         for tracker in self._trackers:
             try:
                 tracker.close()
-            except OSError as error:
-                logger.error("Metrics were not all written: %s", error)
+            except Exception as error:
+                self._tell(tracker, "Metrics were not all written", error)
+
+    def _tell(self, tracker: Tracker, what: str, error: Exception) -> None:
+        """Once for each of them: what is broken usually stays so."""
+        name = type(tracker).__name__
+        if name not in self._failed:
+            self._failed.add(name)
+            logger.error("%s: %s (%s; training goes on, this is told once)", what, error, name)
 
 
 def require_trackers(config: TrainConfig) -> None:
@@ -57,6 +68,29 @@ def require_trackers(config: TrainConfig) -> None:
     for name in config.tracking:
         if importlib.util.find_spec(name) is None:
             raise ImportError(f"--tracking {name} needs {name}. Run: pip install 'piston[track]'")
+
+
+def check_logins(config: TrainConfig) -> None:
+    """Refuse a service that does not let us in, before an earlier run is deleted."""
+    if "wandb" in config.tracking:
+        import wandb
+
+        if wandb.setup().settings.mode not in _WANDB_WITHOUT_LOGIN:
+            with _wandb_errors():
+                wandb.login(verify=True)
+
+
+@contextmanager
+def _wandb_errors() -> Iterator[None]:
+    import wandb
+
+    try:
+        yield
+    except wandb.Error as error:
+        raise ValueError(
+            f"--tracking wandb: {error} Run `wandb login`, set WANDB_MODE=offline to keep the "
+            "metrics in the run's folder, or leave the option out."
+        ) from error
 
 
 def make_trackers(config: TrainConfig, run: Path, first_step: int) -> Trackers:
@@ -83,12 +117,16 @@ class JsonLines:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """What was logged; a line that was not written to its end is left out."""
+    """What was logged; what is not a whole line (cut off, or damaged) is left out."""
     lines = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
         try:
-            lines.append(json.loads(line))
+            numbers = json.loads(line.decode("utf-8"))
         except ValueError:
+            numbers = None
+        if isinstance(numbers, dict) and isinstance(numbers.get("step"), int):
+            lines.append(numbers)
+        else:
             logger.debug("Not a whole line in %s: %s", path, line)
     return lines
 
@@ -124,14 +162,15 @@ class WeightsAndBiases:
     def __init__(self, config: TrainConfig, run: Path, first_step: int) -> None:  # noqa: ARG002
         import wandb
 
-        self._run: Any = wandb.init(
-            project="piston",
-            name=config.exp_name,
-            id=_own_id(run / "wandb_id.txt"),
-            resume="allow",
-            dir=str(run),
-            config=to_json(config),
-        )
+        with _wandb_errors():
+            self._run: Any = wandb.init(
+                project="piston",
+                name=config.exp_name,
+                id=_own_id(run / WANDB_ID),
+                resume="allow",
+                dir=str(run),
+                config=to_json(config),
+            )
 
     def log(self, step: int, numbers: Numbers) -> None:
         self._run.log(flat(numbers), step=step)
