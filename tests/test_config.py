@@ -90,6 +90,14 @@ def test_an_unknown_asset_suggests_the_nearest(aloha_sim):
         config.data_config().with_norm_stats()
 
 
+@pytest.mark.parametrize("asset_id", ["../other", "/tmp/x", "a/../../b"])
+def test_statistics_do_not_leave_a_checkpoints_folder(aloha_sim, asset_id):
+    assets = dataclasses.replace(aloha_sim.data.assets, asset_id=asset_id)
+    data = dataclasses.replace(aloha_sim.data, assets=assets)
+    with pytest.raises(ValueError, match="asset-id is .* must not lead out"):
+        dataclasses.replace(aloha_sim, data=data).data_config()
+
+
 def test_statistics_are_found_where_the_preset_expects_them(aloha_sim):
     folder = aloha_sim.assets_dirs / aloha_sim.data.repo_id
     write_norm_stats(folder, _stats())

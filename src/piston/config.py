@@ -93,9 +93,20 @@ class DataConfig:
                 f"--data.norm-floor is {self.norm_floor} and --data.action-stride "
                 f"{self.action_stride}; expected at least 0 and 1."
             )
+        if self.asset_id is not None:
+            path = Path(self.asset_id)
+            if path.is_absolute() or ".." in path.parts:
+                raise ValueError(
+                    f"--data.assets.asset-id is {self.asset_id!r}; it names a folder inside every "
+                    "checkpoint, so it must not lead out of there. Give --data.assets.assets-dir "
+                    "the folder before it, and --data.assets.asset-id its plain name."
+                )
 
     def with_norm_stats(self, preset: str = "PRESET") -> DataConfig:
-        """The same with its statistics read; refuses an unknown asset with what to do."""
+        """The same with its statistics read; refuses an unknown asset with what to do.
+
+        `preset` is what `piston stats` would need to be given: a name, and options if there are.
+        """
         if self.norm_stats is not None or self.fake:
             return self
         if self.asset_id is None or self.assets_dir is None:
@@ -295,7 +306,7 @@ class TrainConfig:
     may_be_new: tuple[str, ...] = ()
     # Patterns of parameter names that do not train; "!" makes an exception, e.g. vlm.* !*lora*
     freeze: tuple[str, ...] = ()
-    # The learning rate over the steps.
+    # The learning rate over the steps; `piston train --lr-schedule rsqrt` chooses another kind.
     lr_schedule: LRSchedule = CosineDecaySchedule()
     # The optimizer's numbers.
     optimizer: AdamW = AdamW()

@@ -1,6 +1,7 @@
 """The commands of docs/training.md: all of them are understood, and what can run here runs."""
 
 import contextlib
+import dataclasses
 import io
 import re
 import shlex
@@ -11,10 +12,15 @@ import pytest
 
 import piston
 from piston import cli, presets, weights
+from piston.cli import train
 from piston.models.configs import Pi0Config
 from piston.models.lora import matching_parameters
 from piston.robots.aloha import make_aloha_example
 from piston.training.checkpoint import saved_steps
+from piston.training.loop import train_loop
+
+from .running import tiny
+from .tiny_presets import SLOW_TO_SAVE
 
 PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text("utf-8")
 BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -38,8 +44,10 @@ def test_commands_are_understood(words):
     assert verb in cli.VERBS
     if verb in ("train", "stats"):
         name = [] if "--exp-name" in rest else ["--exp-name", "x"]
-        config = presets.cli([*rest, *name])
+        config = train.parse([*rest, *name])
         assert config.name == rest[0]
+        if "debug" not in rest:
+            assert config.data.repo_id.endswith("fold_towel")
     if words[0] == "torchrun":
         from torch.distributed.run import get_args_parser
 
@@ -125,6 +133,21 @@ def test_the_memory_table_is_true():
     frozen = set(matching_parameters(_names(low_memory.model), low_memory.freeze))
     found = _gigabytes(low_memory.model, lambda n: n not in frozen, bool(low_memory.ema_decay))
     assert adapters == [pytest.approx(found, abs=0.05)]
+
+
+def test_the_size_of_a_checkpoint_is_true(tmp_path):
+    """By a small model, of which a part is frozen; and the page's number by that."""
+    for ema, per_trained in ((0.99, 20), (None, 16)):
+        config = tiny(tmp_path, exp_name=f"ema-{ema}", ema_decay=ema, freeze=("vision.*",))
+        config = dataclasses.replace(config, model=SLOW_TO_SAVE, num_train_steps=1)
+        last = train_loop(config)
+        counts = {n: p.numel() for n, p in weights.build_on_meta(config.model).named_parameters()}
+        frozen = sum(count for name, count in counts.items() if name.startswith("vision."))
+        expected = 8 * frozen + per_trained * (sum(counts.values()) - frozen)
+        found = sum(path.stat().st_size for path in last.rglob("*") if path.is_file())
+        assert found == pytest.approx(expected, rel=0.05)
+    whole = sum(p.numel() for p in weights.build_on_meta(Pi0Config()).parameters())
+    assert f"{20 * whole / 1e9:.1f} GB for all of π0 with EMA" in PAGE.replace("\n", " ")
 
 
 def _names(model):

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from piston.training import checkpoint
 from piston.training.checkpoint import saved_steps
 from piston.training.loop import train_loop
 
@@ -138,23 +139,47 @@ def _small_disk(folder, size):
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_a_full_disk(tmp_path, caplog):
+FULL = {
+    "model": dataclasses.replace(SLOW_TO_SAVE, vocab_size=30_000),
+    "save_interval": 2,
+    "num_train_steps": 8,
+    "keep_last": 1,
+}
+
+
+def test_a_full_disk(tmp_path, caplog, monkeypatch):
     """Room for one checkpoint and a half."""
-    model = dataclasses.replace(SLOW_TO_SAVE, vocab_size=30_000)
-    changes = {"model": model, "save_interval": 2, "num_train_steps": 8, "keep_last": 1}
+    monkeypatch.setattr(checkpoint, "_PAUSE", 0.01)
+    monkeypatch.setattr(checkpoint, "_ATTEMPTS", 2)
     with _small_disk(tmp_path / "disk", "16m") as disk:
         run = disk / "tiny" / "run"
-        with pytest.raises(OSError, match="No space left"):
-            train_loop(tiny(disk, **changes))
-        assert caplog.text.count("was not saved") == 3  # 4, 6, 7: training went on
+        with pytest.raises(OSError, match=r"0\.0 GB.*No space left.*--resume, after step 2") as end:
+            train_loop(tiny(disk, **FULL))
+        assert str(run) in str(end.value)
+        told = [r.getMessage() for r in caplog.records if "was not saved" in r.getMessage()]
+        # 4, 6: training went on; 7 was the last, and tried three times.
+        assert ["tries again at the next one" in line for line in told] == [True] * 2 + [False] * 3
+        assert caplog.text.count("it is tried again in") == 2
         assert len(losses(run)) == 8
         assert saved_steps(run) == [2]
         assert not list(run.glob("*.partial"))
-        subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
-        train_loop(tiny(disk, resume=True, **changes))
-        train_loop(tiny(tmp_path / "uncut", **changes))
+        _enlarge(disk)
+        train_loop(tiny(disk, resume=True, **FULL))
+        train_loop(tiny(tmp_path / "uncut", **FULL))
         assert saved_steps(run) == [7]
         assert_same_run(run, tmp_path / "uncut" / "tiny" / "run", 7)
+
+
+def test_room_made_in_time_saves_the_last_step(tmp_path, monkeypatch):
+    with _small_disk(tmp_path / "disk", "16m") as disk:
+        monkeypatch.setattr(checkpoint.time, "sleep", lambda _: _enlarge(disk))
+        last = train_loop(tiny(disk, **FULL))
+        train_loop(tiny(tmp_path / "uncut", **FULL))
+        assert_same_run(last.parent, tmp_path / "uncut" / "tiny" / "run", 7)
+
+
+def _enlarge(disk):
+    subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
 
 
 def _children(pid):

@@ -123,6 +123,48 @@ def test_resuming_what_never_saved_begins(tmp_path):
     assert len(losses(tmp_path / "tiny" / "run")) == 6
 
 
+def test_resuming_what_never_saved_keeps_what_is_not_its_own(tmp_path):
+    run = tmp_path / "tiny" / "run"
+    run.mkdir(parents=True)
+    (run / "notes.txt").write_text("mine")
+    (run / "metrics.jsonl").write_text('{"step": 0, "loss": 9.0}\n')
+    (run / "wandb_id.txt").write_text("of the run before")
+    train_loop(tiny(tmp_path, resume=True, num_train_steps=2))
+    assert (run / "notes.txt").read_text() == "mine"
+    assert [line["step"] for line in metrics(run)] == [0, 1]
+    assert 9.0 not in losses(run)
+    assert not (run / "wandb_id.txt").exists()
+
+
+def test_what_changed_since_the_last_start_is_told(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="piston")
+    train_loop(tiny(tmp_path, num_train_steps=2))
+    train_loop(tiny(tmp_path, num_train_steps=4, resume=True))
+    assert "changed since" not in caplog.text
+    slower = dataclasses.replace(tiny(tmp_path).lr_schedule, peak_lr=1e-3)
+    changes = {"batch_size": 2, "lr_schedule": slower}
+    train_loop(tiny(tmp_path, num_train_steps=6, resume=True, **changes))
+    (line,) = [r.getMessage() for r in caplog.records if "changed since" in r.getMessage()]
+    assert (
+        line == "changed since the last start: lr_schedule.peak_lr 0.01 → 0.001, batch_size 4 → 2"
+    )
+    (tmp_path / "tiny" / "run" / "run.json").write_text("")  # nothing to compare with
+    train_loop(tiny(tmp_path, num_train_steps=7, resume=True))
+
+
+def test_what_is_cheap_to_see_is_seen_before_data(tmp_path, monkeypatch):
+    def never(*_, **__):
+        raise AssertionError("data were opened")
+
+    monkeypatch.setattr(loop, "_open_data", never)
+    with pytest.raises(FileNotFoundError, match="nope"):
+        train_loop(tiny(tmp_path, weights=str(tmp_path / "nope")))
+    with pytest.raises(ValueError, match="'vml.*' matches no parameter"):
+        train_loop(tiny(tmp_path, freeze=("vml.*",)))
+    with pytest.raises(ValueError, match="Nothing is left to train"):
+        train_loop(tiny(tmp_path, freeze=("*",)))
+
+
 @pytest.mark.parametrize(
     ("keep_last", "keep_period", "kept"),
     [(1, None, [9]), (3, None, [6, 8, 9]), (1, 4, [4, 8, 9]), (2, 4, [4, 8, 9])],

@@ -2,17 +2,21 @@
 
 import dataclasses
 import logging
+import shlex
 import shutil
 
 import numpy as np
 import pytest
+import tyro
 
 import piston
+from piston import presets
 from piston.config import AssetsConfig
 from piston.models.variants import LoRA
 from piston.robots.libero import LeRobotLiberoDataConfig, make_libero_example
 from piston.training import loop
 from piston.training.loop import train_loop
+from piston.transforms.normalize import read_norm_stats, write_norm_stats
 
 from .recording import LIBERO, PIXELS, recorded
 from .running import assert_same_run, assert_same_tensors, metrics, note_batches, state, tiny
@@ -96,6 +100,43 @@ def test_missing_statistics_are_told_of_before_anything_else(tmp_path, monkeypat
     config = tiny(tmp_path, data=factory, assets_base_dir=str(tmp_path / "assets"))
     with pytest.raises(FileNotFoundError, match="norm_stats.json missing.*Run: piston stats tiny"):
         train_loop(config)
+
+
+def test_the_command_for_missing_statistics_is_complete(tmp_path, data):
+    """What differs from the preset, and nothing else."""
+    factory = dataclasses.replace(
+        data["data"],
+        repo_id="my cups",
+        assets=AssetsConfig(assets_dir=str(tmp_path / "stats"), asset_id="cups"),
+    )
+    config = tiny(tmp_path, data=factory, assets_base_dir="elsewhere")
+    with pytest.raises(FileNotFoundError) as missing:
+        train_loop(config)
+    command = str(missing.value).partition("Run: piston stats ")[2]
+    assert "--data.repo-id 'my cups'" in command
+    own = dataclasses.replace(presets.get("tiny"), data=LeRobotLiberoDataConfig(), name="cups")
+    preset, *options = shlex.split(command)
+    assert preset == "tiny"
+    parsed = tyro.extras.overridable_config_cli({"cups": ("", own)}, args=["cups", *options])
+    assert parsed.data == factory
+    assert parsed.assets_base_dir == "elsewhere"
+    with pytest.raises(FileNotFoundError, match="Run: piston stats pi0_aloha_sim$"):
+        train_loop(dataclasses.replace(presets.get("pi0_aloha_sim"), exp_name="x"))
+
+
+def test_resuming_with_other_statistics_is_told(tmp_path, data, caplog):
+    assets = tmp_path / "assets"
+    shutil.copytree(data["data"].assets.assets_dir, assets)
+    where = AssetsConfig(assets_dir=str(assets), asset_id="libero")
+    changes = {**data, "data": dataclasses.replace(data["data"], assets=where)}
+    train_loop(tiny(tmp_path, **changes, num_train_steps=2))
+    train_loop(tiny(tmp_path, **changes, num_train_steps=3, resume=True))
+    assert "statistics" not in caplog.text
+    stats = read_norm_stats(assets / "libero")
+    wider = dataclasses.replace(stats["state"], std=2 * stats["state"].std)
+    write_norm_stats(assets / "libero", {**stats, "state": wider})
+    train_loop(tiny(tmp_path, **changes, num_train_steps=4, resume=True))
+    assert "The statistics of libero are not those that" in caplog.text
 
 
 def test_an_absolute_folder_gives_its_statistics_its_name(tmp_path, data):

@@ -6,6 +6,7 @@ import os
 import pty
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ import pytest
 from piston.cli import main
 from piston.training.checkpoint import saved_steps
 from piston.training.loop import train_loop
+from piston.training.progress import Meter
+from piston.training.step import StepResult
 from piston.training.trackers import JsonLines, Trackers, flat, forget_after, read_lines
 
 from .running import command, environment, losses, metrics, tiny
@@ -36,6 +39,31 @@ def test_what_cannot_be_written_does_not_end_the_run(caplog):
     trackers.log(3, {"loss": 1.0})
     trackers.close()
     assert "Metrics of step 3 were not written: [Errno 28]" in caplog.text
+
+
+def test_a_line_that_is_not_text_is_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0, "loss": 0.5}\n{"step": 1, "\xff\xfe": 1}\n[]\n{"loss": 1}\n')
+    assert read_lines(path) == [{"step": 0, "loss": 0.5}]
+    forget_after(path, 0)
+    assert path.read_text() == '{"step": 0, "loss": 0.5}\n'
+
+
+class Broken:
+    def log(self, step, numbers):  # noqa: ARG002
+        raise RuntimeError("the service is gone")
+
+    def close(self):
+        raise RuntimeError("the service is still gone")
+
+
+def test_a_service_that_fails_is_told_of_once(tmp_path, caplog):
+    trackers = Trackers([Broken(), JsonLines(tmp_path / "metrics.jsonl")])
+    for step in range(3):
+        trackers.log(step, {"loss": 1.0})
+    trackers.close()
+    assert caplog.text.count("the service is") == 1
+    assert len(read_lines(tmp_path / "metrics.jsonl")) == 3
 
 
 def test_numbers_per_dimension_become_numbers():
@@ -72,6 +100,24 @@ def test_weights_and_biases_offline(tmp_path, monkeypatch):
     assert list((run / "wandb").glob(f"offline-run-*/run-{identity}.wandb"))
 
 
+def test_an_earlier_run_outlives_a_service_that_lets_nobody_in(tmp_path):
+    pytest.importorskip("wandb", reason="needs piston[track]")
+    last = train_loop(tiny(tmp_path))
+    refused = subprocess.run(
+        command(tmp_path, "--overwrite", "--tracking", "wandb"),
+        env=environment(HOME=str(tmp_path), WANDB_API_KEY="", WANDB_MODE="online"),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert refused.returncode == 1
+    assert "wandb login" in refused.stderr.splitlines()[-1]
+    assert "WANDB_MODE=offline" in refused.stderr.splitlines()[-1]
+    assert "Traceback" not in refused.stderr
+    assert (last / "model.safetensors").exists()
+    assert len(losses(last.parent)) == 6
+
+
 def test_a_tracker_that_is_not_installed_is_told_of_first(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ImportError, match="pip install 'piston\\[track\\]'"):
@@ -95,12 +141,31 @@ def test_runs_are_listed(tmp_path, capsys):
     assert "There are no runs in" in capsys.readouterr().err
 
 
-def test_on_a_terminal_there_is_a_bar(tmp_path):
-    """And log lines stand above it, each on a line of its own."""
+def test_runs_that_are_damaged_are_listed_too(tmp_path, capsys):
+    for name in ("good", "emptied", "[red]", "cut"):
+        train_loop(tiny(tmp_path, exp_name=name))
+    (tmp_path / "tiny" / "emptied" / "run.json").write_text("")
+    with (tmp_path / "tiny" / "emptied" / "metrics.jsonl").open("ab") as file:
+        file.write(b"\xff\xfe\n")
+    (tmp_path / "tiny" / "cut" / "5" / "model.safetensors").write_bytes(b"")
+    assert main(["runs", str(tmp_path)]) == 0
+    shown = [line for line in capsys.readouterr().out.splitlines() if "│ tiny" in line]
+    rows = {line.split("│")[2].strip(): line for line in shown}
+    assert rows.keys() == {"good", "emptied", "[red]", "cut"}
+    assert "6 of 6" in rows["good"]
+    assert "6 (run.json is damaged)" in rows["emptied"]
+    assert "emptied/5" in rows["emptied"]
+    assert "cut/3" in rows["cut"]
+    train_loop(tiny(tmp_path, exp_name="emptied", resume=True, num_train_steps=7))
+    assert len(losses(tmp_path / "tiny" / "emptied")) == 7
+
+
+def _on_a_terminal(tmp_path, *options, columns):
+    """What a run writes to a terminal of this width."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        command(tmp_path, "--num-train-steps=20", "--log-interval=10"),
-        env=environment(TERM="xterm", COLUMNS="200"),
+        command(tmp_path, *options),
+        env=environment(TERM="xterm", COLUMNS=str(columns)),
         stderr=theirs,
         stdout=theirs,
     )
@@ -116,13 +181,36 @@ def test_on_a_terminal_there_is_a_bar(tmp_path):
         output += part
     os.close(ours)
     assert process.wait() == 0, output.decode()
-    text = output.decode()
+    return output.decode()
+
+
+def test_on_a_terminal_there_is_a_bar(tmp_path):
+    """And log lines stand above it, each on a line of its own."""
+    text = _on_a_terminal(tmp_path, "--num-train-steps=20", "--log-interval=10", columns=200)
     for shown in ("━", "20/20", "loss ", "lr ", "samples/s", "data ", "Done. Serve it with"):
         assert shown in text
     lines = [line for line in text.splitlines() if "step 10/20  loss" in line]
     assert len(lines) == 1
     assert "━" not in lines[0]
     assert saved_steps(tmp_path / "tiny" / "run")[-1] == 19
+
+
+@pytest.mark.parametrize("columns", [80, 100, 120])
+def test_a_narrow_terminal_shows_all_numbers(tmp_path, columns):
+    name = "a-name-that-is-longer-than-others"
+    text = _on_a_terminal(tmp_path, f"--exp-name={name}", columns=columns)
+    line = next(part for part in reversed(text.splitlines()) if "6/6" in part)
+    for shown in ("0:00:00 left", "loss 1.5", "lr 9.98e-03", " samples/s", "data ", "%"):
+        assert shown in line
+    assert ("a-name-" in line) == (columns > 80)
+
+
+def test_time_without_steps_does_not_count():
+    meter = Meter(batch_size=10)
+    meter.add(StepResult(1.0, 1.0, 0.1), waited=0.0)
+    with meter.paused():
+        time.sleep(0.3)
+    assert meter.numbers()["samples_per_second"] > 10 / 0.15
 
 
 def test_elsewhere_there_are_only_lines(tmp_path, capsys, caplog):

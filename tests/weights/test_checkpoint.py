@@ -168,7 +168,7 @@ def test_adapters_may_be_new(tmp_path, tiny, tiny_state, on_meta):
     state = tiny_state("pi0")
     save_model(state, tiny["pi0"], tmp_path)
     config = tiny["pi0_lora"]
-    with pytest.raises(MismatchError, match=r"may_be_new=\('\*\.lora_\?',\)"):
+    with pytest.raises(MismatchError, match=r"--may-be-new '\*\.lora_\?'"):
         load_model(tmp_path, config)
     torch.manual_seed(1)
     model = (build_on_meta if on_meta else build_model)(config)

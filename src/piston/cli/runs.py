@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
+from rich.markup import escape
 from rich.table import Table
 
 from piston.cli.screen import console
-from piston.training.run import list_runs
+from piston.training.run import CONFIG, list_runs
 
 
 def run(args: list[str]) -> int:
@@ -28,12 +30,19 @@ def _show(folder: Annotated[Path, tyro.conf.Positional] = Path("checkpoints")) -
         raise ValueError(
             f"There are no runs in {folder}. Start one: piston train PRESET --exp-name X"
         )
-    table = Table(title=f"Runs in {folder}", title_justify="left")
+    table = Table(title=escape(f"Runs in {folder}"), title_justify="left")
     for column in ("preset", "run", "step", "loss", "newest checkpoint"):
         table.add_column(column, justify="right" if column in ("step", "loss") else "left")
     for row in runs:
-        step = "–" if row["step"] is None else f"{row['step'] + 1:,} of {row['num_train_steps']:,}"
         loss = "–" if row["loss"] is None else f"{row['loss']:.4f}"
         checkpoint = "none yet" if row["checkpoint"] is None else str(row["checkpoint"])
-        table.add_row(row["preset"], row["name"], step, loss, checkpoint)
+        names = escape(row["preset"]), escape(row["name"])
+        table.add_row(*names, _progress(row), loss, escape(checkpoint))
     console().print(table)
+
+
+def _progress(row: Mapping[str, Any]) -> str:
+    step = "–" if row["step"] is None else f"{row['step'] + 1:,}"
+    if row["num_train_steps"] is None:
+        return f"{step} ({CONFIG} is damaged)"
+    return step if row["step"] is None else f"{step} of {row['num_train_steps']:,}"

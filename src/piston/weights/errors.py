@@ -123,9 +123,9 @@ def _advice(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     if missing and all(".lora_" in name for name in missing) and not unexpected:
         return (
             "The model has adapters and the checkpoint has none: allow them to start fresh with "
-            "may_be_new=('*.lora_?',)."
+            "--may-be-new '*.lora_?'"
         )
     return (
         "Use the configuration that the checkpoint was made with; what is meant to be trained from "
-        "scratch has to be named in may_be_new."
+        "scratch has to be named: --may-be-new PATTERN …"
     )

@@ -1,0 +1,55 @@
+"""`piston train` as a person types it."""
+
+import pytest
+
+from piston import cli, presets
+from piston.cli.train import parse
+from piston.optimization import CosineDecaySchedule, RsqrtDecaySchedule
+from piston.serialization import from_json, to_json
+from piston.training.checkpoint import saved_steps
+
+from .running import losses
+
+
+def test_resume_wins_over_a_preset_that_overwrites():
+    assert presets.get("debug").overwrite
+    config = parse(["debug", "--exp-name", "try", "--resume"])
+    assert (config.resume, config.overwrite) == (True, False)
+    assert parse(["debug"]).overwrite
+
+
+def test_resume_beside_overwrite_is_a_contradiction(capsys):
+    with pytest.raises(SystemExit):
+        parse(["debug", "--resume", "--overwrite"])
+    assert "contradict" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--lr-schedule", "rsqrt"], ["--lr-schedule=rsqrt"]])
+def test_another_schedule_has_options_of_its_own(words):
+    config = parse(["pi0_libero", "--exp-name", "x", *words, "--lr-schedule.timescale", "500"])
+    before = presets.get("pi0_libero").lr_schedule
+    assert config.lr_schedule == RsqrtDecaySchedule(before.warmup_steps, before.peak_lr, 500.0)
+    assert from_json(to_json(config)) == config
+
+
+def test_the_presets_schedule_keeps_its_options():
+    words = ["--lr-schedule.peak-lr", "1e-4", "--lr-schedule.decay-steps", "2000"]
+    for chosen in ([], ["--lr-schedule", "cosine"]):
+        schedule = parse(["debug", *words, *chosen]).lr_schedule
+        assert schedule == CosineDecaySchedule(peak_lr=1e-4, decay_steps=2000)
+
+
+def test_an_unknown_schedule_lists_the_known_ones(capsys):
+    with pytest.raises(SystemExit):
+        parse(["debug", "--lr-schedule", "linear"])
+    assert "'cosine', 'rsqrt'" in capsys.readouterr().err
+
+
+def test_a_run_with_another_schedule_in_a_folder_to_be_quoted(tmp_path, capsys):
+    folder = tmp_path / "my runs"
+    words = ["train", "tiny", "--lr-schedule", "rsqrt", "--checkpoint-base-dir", str(folder)]
+    assert cli.main(words) == 0
+    assert f"piston serve '{folder}/tiny/run/5'" in capsys.readouterr().err
+    assert cli.main([*words, "--resume", "--num-train-steps", "8"]) == 0
+    assert saved_steps(folder / "tiny" / "run")[-1] == 7
+    assert len(losses(folder / "tiny" / "run")) == 8
