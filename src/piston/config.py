@@ -282,6 +282,7 @@ _AT_LEAST_ONE = (
     "save_interval",
     "keep_last",
     "noise_draws",
+    "start_weight",
     "gradient_accumulation",
     "validation_interval",
     "max_skipped_steps",
@@ -316,6 +317,11 @@ class TrainConfig:
     augmentation: bool = True
     # Draws of noise and time that share one pass over images and prompt.
     noise_draws: int = 1
+    # The first frames of every episode, as many as this, count `start_weight` times: there the
+    # robot has not yet covered what it has to see. 0: none.
+    start_frames: int = 0
+    # How many times as often they are drawn.
+    start_weight: int = 1
     # Parts into which each process cuts its share of a batch, to need less memory.
     gradient_accumulation: int = 1
     # Compute activations again in the backward pass instead of keeping them.
@@ -387,8 +393,13 @@ class TrainConfig:
             _require_folder_name(name, getattr(self, name))
         for name in _AT_LEAST_ONE:
             _require_at_least(1, name, getattr(self, name))
-        for name in ("num_workers", "seed", "validation_episodes"):
+        for name in ("num_workers", "seed", "validation_episodes", "start_frames"):
             _require_at_least(0, name, getattr(self, name))
+        if (self.start_frames > 0) != (self.start_weight > 1):
+            raise ValueError(
+                f"--start-frames is {self.start_frames}, --start-weight {self.start_weight}: one "
+                "does nothing without the other. Set both, e.g. 48 and 3, or neither."
+            )
         self._check_flow_options()
         if self.keep_period is not None:
             _require_at_least(1, "keep_period", self.keep_period)

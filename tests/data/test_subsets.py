@@ -6,7 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from piston.data.episodes import Episode
-from piston.data.subsets import WeightedMixture, choose_episodes, shuffled, split_episodes
+from piston.data.subsets import (
+    RepeatedStarts,
+    WeightedMixture,
+    choose_episodes,
+    shuffled,
+    split_episodes,
+)
 
 
 def _episodes(indices):
@@ -159,3 +165,13 @@ def test_a_shuffle_is_the_same_everywhere_and_keys_differ():
 def test_a_mixture_that_makes_no_sense_is_refused(datasets, weights, message):
     with pytest.raises(ValueError, match=message):
         WeightedMixture(datasets, weights)
+
+
+def test_starts_are_repeated_and_nothing_is_lost():
+    samples = list(range(100, 110))  # episodes of 4, 1 and 5
+    repeated = RepeatedStarts(samples, [4, 1, 5], frames=2, times=3)
+    found = [repeated[i] for i in range(len(repeated))]
+    assert found[:10] == samples
+    assert sorted(found[10:]) == sorted([100, 101, 104, 105, 106] * 2)
+    with pytest.raises(ValueError, match="9 frames, the data set has 10"):
+        RepeatedStarts(samples, [4, 5], frames=2, times=3)

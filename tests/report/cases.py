@@ -10,7 +10,7 @@ from piston.config import AssetsConfig, TrainConfig
 from piston.data.recorder import Recorder
 from piston.models.variants import GemmaSize, VisionSize
 from piston.robots.aloha import DIM
-from piston.sim.scores import Evaluation, Outcome
+from piston.sim.scores import Evaluation, Outcome, Trace
 from piston.sim.videos import write_mp4
 from piston.transforms.normalize import NormStats, write_norm_stats
 
@@ -64,6 +64,8 @@ def config(root: Path, **changes) -> TrainConfig:
         "data": data,
         "batch_size": 2,
         "noise_draws": 1,
+        "start_frames": 0,
+        "start_weight": 1,
         "num_train_steps": 4,
         "log_interval": 1,
         "validation_episodes": 1,
@@ -87,7 +89,17 @@ def write_evaluation(folder: Path, prompt: str = "wave <both> arms") -> Evaluati
         Outcome(seed, prompt, success=seed < 2, held=seed == 0, steps=10 + seed, initial_state={})
         for seed in range(3)
     )
-    evaluation = Evaluation("some_task", "ws://127.0.0.1:9", 8, outcomes, (0.010, 0.020, 0.030))
+    random = np.random.default_rng(0)
+    trace = Trace(
+        *(0, tuple(NAMES), 50.0, (0, 4)),
+        chunks=random.normal(size=(2, 6, DIM)).round(5),
+        executed=random.normal(size=(8, DIM)).round(5),
+    )
+    evaluation = Evaluation(
+        *("some_task", "ws://127.0.0.1:9", 8, outcomes, (0.010, 0.020, 0.030)),
+        videos=("videos/success_seed0.mp4", "videos/failure_seed2.mp4"),
+        trace=trace,
+    )
     evaluation.write(folder / "results.json")
     frames = [np.full((48, 64, 3), shade, np.uint8) for shade in range(0, 250, 10)]
     write_mp4(folder / "videos" / "success_seed0.mp4", frames, fps=25)

@@ -18,6 +18,9 @@ def test_an_evaluation_is_read_back(tmp_path):
     written = cases.write_evaluation(tmp_path / "eval")
     found = read_evaluation(tmp_path / "eval")
     assert found.outcomes == written.outcomes
+    np.testing.assert_array_equal(found.trace.chunks, written.trace.chunks)
+    np.testing.assert_array_equal(found.trace.executed, written.trace.executed)
+    assert (found.trace.starts, found.trace.names) == (written.trace.starts, written.trace.names)
     assert str(found.success) == str(written.success)
     assert str(found.held) == str(written.held)
     assert found.latency_ms["p50"] == pytest.approx(20)
@@ -26,8 +29,12 @@ def test_an_evaluation_is_read_back(tmp_path):
 
 def test_videos_are_in_the_order_of_their_numbers(tmp_path):
     cases.write_evaluation(tmp_path)
-    for name in ("success_seed10.mp4", "success_seed9.mp4"):
-        (tmp_path / "videos" / name).write_bytes(b"")
+    results = tmp_path / "results.json"
+    summary = json.loads(results.read_text())
+    summary["videos"] += ["videos/success_seed10.mp4", "videos/success_seed9.mp4"]
+    results.write_text(json.dumps(summary))
+    # One that another evaluation left there.
+    (tmp_path / "videos" / "success_seed77.mp4").write_bytes(b"")
     names = [path.stem for path in read_evaluation(tmp_path).videos]
     assert names == ["failure_seed2", "success_seed0", "success_seed9", "success_seed10"]
 

@@ -21,6 +21,7 @@ PARTS = [
     "success-per-seed",
     "videos",
     "training",
+    "chunks-and-what-was-executed",
     "action-chunk",
     "denoising",
     "transforms",
@@ -137,7 +138,8 @@ def test_without_its_data_set_the_rest_is_shown(root, run, tmp_path):
     path = moved / "run.json"
     path.write_text(path.read_text().replace(str(root / "data"), str(tmp_path / "gone")))
     reader = Reader(write_report(moved, evaluations=[root / "eval"]).read_text())
-    assert reader.sections == ["success-per-seed", "videos", "training", "timings"]
+    evaluated = ["success-per-seed", "videos", "training", "chunks-and-what-was-executed"]
+    assert reader.sections == [*evaluated, "timings"]
     assert str(tmp_path / "gone") in reader.text
 
 
@@ -162,7 +164,8 @@ def test_evaluations_below_the_run_are_found(run, tmp_path):
     cases.write_evaluation(tmp_path / "eval")
     cases.write_evaluation(tmp_path / "opposite", "do the opposite")
     reader = Reader(write_report(tmp_path).read_text())
-    assert reader.sections == ["success-per-seed", "videos", "timings"]
+    evaluated = ["success-per-seed", "videos", "chunks-and-what-was-executed"]
+    assert reader.sections == [*evaluated, "timings"]
     assert "success, opposite" in reader.text
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import shlex
 import shutil
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -78,6 +79,19 @@ def test_validation_on_held_out_episodes(tmp_path, data, monkeypatch, caplog):
     assert "validation/action_error" in caplog.text
     trained_on = {index for _, batch in seen for index in batch}
     assert len({index // 8 for index in trained_on}) == 3  # of four episodes of eight frames
+
+
+def test_starts_of_episodes_are_drawn_more_often(tmp_path, data, monkeypatch):
+    seen = note_batches(monkeypatch)
+    config = tiny(tmp_path, **data, start_frames=2, start_weight=4, num_train_steps=50)
+    train_loop(config)
+    epoch = 4 * 8 + 3 * 4 * 2  # four episodes of eight frames
+    drawn = [index for _, batch in seen for index in batch][:epoch]
+    assert len(drawn) == epoch
+    counts = Counter(index % 8 for index in drawn)
+    assert counts == {frame: 16 if frame < 2 else 4 for frame in range(8)}
+    with pytest.raises(ValueError, match="one does nothing without the other"):
+        dataclasses.replace(config, start_weight=1)
 
 
 def test_validation_is_of_the_weights_that_get_served(tmp_path, data):

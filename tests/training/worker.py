@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 import torch.distributed as dist
@@ -21,7 +20,6 @@ def main() -> None:
         except (ValueError, RuntimeError) as error:
             results.append({"error": str(error)})
             if dist.is_initialized():
-                time.sleep(0.2)  # as in `join_processes`: gloo's threads may need Python
                 dist.destroy_process_group()
     sys.stdout.write(json.dumps(results))
 

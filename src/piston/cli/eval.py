@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
@@ -26,12 +27,13 @@ class EvalArguments:
     task: Annotated[str, tyro.conf.Positional]
     # A checkpoint's folder, or the address of a server (ws://127.0.0.1:8000).
     policy: str
-    # Starts, each its own episode: a range 0..49 or a list 3,7,9.
-    seeds: str = "0..49"
+    # Starts, each its own episode: a range 0..49 or a list 3,7,9. By default as many as --episodes,
+    # or 0..49.
+    seeds: str | None = None
     # Only the first so many of the seeds.
     episodes: int | None = None
-    # Steps of a chunk that are executed before the next is asked for.
-    execute_horizon: int = 64
+    # Steps of a chunk that are executed before the next is asked for; by default half of them.
+    execute_horizon: int | None = None
     # Environments that step side by side and ask as one batch.
     num_environments: int = 8
     # The side of the camera images; by default the environment's own.
@@ -46,7 +48,7 @@ class EvalArguments:
 
 def run(args: list[str]) -> int:
     arguments = tyro.cli(EvalArguments, args=args, prog="piston eval")
-    seeds = list(parse_seeds(arguments.seeds))[: arguments.episodes]
+    seeds = _seeds(arguments)
     watcher = VideoWatcher(arguments.out / "videos") if arguments.video else None
     columns = (
         TextColumn("{task.description}"),
@@ -78,9 +80,31 @@ def run(args: list[str]) -> int:
             watcher=watcher,
             progress=told,
         )
-    evaluation.write(arguments.out / "results.json")
+    films = [] if watcher is None else watcher.written
+    _remove_others(arguments.out / "videos", films)
+    names = tuple(str(film.relative_to(arguments.out)) for film in films)
+    dataclasses.replace(evaluation, videos=names).write(arguments.out / "results.json")
     show(evaluation, arguments.out)
     return 0
+
+
+def _seeds(arguments: EvalArguments) -> list[int]:
+    count = arguments.episodes
+    if count is not None and count < 1:
+        raise ValueError(f"--episodes is {count}; expected at least 1.")
+    if arguments.seeds is None:
+        return list(range(50 if count is None else count))
+    seeds = list(parse_seeds(arguments.seeds))
+    if count is not None and count > len(seeds):
+        raise ValueError(f"--episodes is {count}, but --seeds names only {len(seeds)}.")
+    return seeds[:count]
+
+
+def _remove_others(folder: Path, films: Collection[Path]) -> None:
+    """What an earlier evaluation filmed belongs to its results, which are about to be replaced."""
+    for path in (*folder.glob("success_seed*.mp4"), *folder.glob("failure_seed*.mp4")):
+        if path not in films:
+            path.unlink()
 
 
 def _who_answers(arguments: EvalArguments, num_episodes: int, stack: contextlib.ExitStack) -> Ask:

@@ -137,6 +137,39 @@ class Samples(Protocol):
     def __getitem__(self, index: Any, /) -> Any: ...
 
 
+class RepeatedStarts:
+    """A data set whose episodes' first `frames` samples are there `times` times.
+
+    `lengths` are those of its episodes, in order. The samples themselves come first, unchanged in
+    number and place; the repetitions follow.
+    """
+
+    def __init__(self, samples: Samples, lengths: Sequence[int], frames: int, times: int) -> None:
+        if sum(lengths) != len(samples):
+            raise ValueError(
+                f"The episodes have {sum(lengths)} frames, the data set has {len(samples)} samples."
+            )
+        ends = np.cumsum(lengths)
+        starts = [
+            np.arange(end - length, end - length + min(frames, length))
+            for end, length in zip(ends, lengths)
+        ]
+        self._samples = samples
+        self._places = np.concatenate([np.arange(len(samples)), *starts * (times - 1)])
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._samples[int(self._places[index])]
+
+    def preload(self) -> None:
+        """Read what all workers share, before they are forked."""
+        preload = getattr(self._samples, "preload", None)
+        if preload is not None:
+            preload()
+
+
 class WeightedMixture:
     """Several data sets as one; `weights` are the shares of the samples, in any unit.
 

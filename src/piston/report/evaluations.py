@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from piston.sim.scores import Outcome, Rate
+from piston.sim.scores import Outcome, Rate, Trace
 
 RESULTS = "results.json"
 
@@ -27,6 +27,8 @@ class EvaluationResult:
     videos: tuple[Path, ...]
     # Whether the sentence asked for the opposite of what was counted.
     opposite: bool = False
+    # The actions of the first episode.
+    trace: Trace | None = None
 
     @property
     def success(self) -> Rate:
@@ -74,7 +76,8 @@ def read_evaluation(folder: Path) -> EvaluationResult:
         outcomes=tuple(Outcome(**outcome) for outcome in summary["outcomes"]),
         latency_ms=summary["latency_ms"],
         opposite=summary.get("opposite", False),
-        videos=tuple(sorted((folder / "videos").glob("*.mp4"), key=_in_order)),
+        videos=tuple(sorted((folder / name for name in summary["videos"]), key=_in_order)),
+        trace=Trace.from_json(summary["trace"]) if "trace" in summary else None,
     )
 
 

@@ -10,6 +10,7 @@ import piston
 from piston.report.contents import Contents, Missing, gather
 from piston.report.markup import Markup, join, lone_tag, tag
 from piston.report.parts.chunk import chunk, denoising
+from piston.report.parts.executed import executed
 from piston.report.parts.headline import headline
 from piston.report.parts.success import success, videos
 from piston.report.parts.timings import timings
@@ -21,6 +22,7 @@ _PARTS: dict[str, Callable[[Contents], Markup | Missing]] = {
     "Success per seed": success,
     "Videos": videos,
     "Training": training,
+    "Chunks and what was executed": executed,
     "Action chunk": chunk,
     "Denoising": denoising,
     "Transforms": transforms,

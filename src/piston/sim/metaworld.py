@@ -13,7 +13,13 @@ import numpy as np
 from gymnasium.spaces import Box
 from jaxtyping import Float, UInt8
 
-from piston.sim.environment import Demonstration, Environment, Expert, Observation
+from piston.sim.environment import (
+    RECORDING_SEEDS,
+    Demonstration,
+    Environment,
+    Expert,
+    Observation,
+)
 from piston.sim.metaworld_tasks import ACTION_REPEAT, MetaworldTask
 from piston.sim.rendering import View, pose_of, render, set_pose
 
@@ -72,7 +78,8 @@ class MetaworldEnvironment(Environment):
     """One task, or a mixture: then the seed decides on the task.
 
     With n tasks, seeds n·k to n·k + n − 1 are the n tasks, each with its k-th start. Tasks that
-    share a scene share its starts.
+    share a scene share its starts. Starts of recordings are never those of evaluations, in no
+    mixture: their numbers begin at RECORDING_SEEDS as the seeds do.
     """
 
     robot_type = "sawyer"
@@ -130,7 +137,9 @@ class MetaworldEnvironment(Environment):
             self.done = True
 
     def _reset(self, seed: int) -> None:
-        start, index = divmod(seed, len(self._tasks))
+        block, within = divmod(seed, RECORDING_SEEDS)
+        start, index = divmod(within, len(self._tasks))
+        start += block * RECORDING_SEEDS
         if self._world is None or self.task is not self._tasks[index]:
             self.close()
             self._choose(self._tasks[index])

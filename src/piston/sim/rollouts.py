@@ -18,10 +18,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from piston.client import Client
+from piston.client import Client, ServerError
 from piston.sim.catalog import make_environment
-from piston.sim.environment import Environment, Observation, check_evaluation_seeds
-from piston.sim.scores import Evaluation, Outcome
+from piston.sim.environment import (
+    Environment,
+    Observation,
+    StepResult,
+    check_evaluation_seeds,
+)
+from piston.sim.scores import Evaluation, Outcome, Trace
 
 # Observations in, a chunk of the robot's actions (steps, dim) for each of them out.
 Ask = Callable[[Sequence[Observation]], Sequence[np.ndarray]]
@@ -58,7 +63,10 @@ def ask_server(uri: str, connections: int) -> Iterator[Ask]:
 
     def ask(observations: Sequence[Observation]) -> list[np.ndarray]:
         answers = pool.map(lambda pair: pair[0].infer(pair[1]), zip(clients, observations))
-        return [answer["actions"] for answer in answers]
+        try:
+            return [answer["actions"] for answer in answers]
+        except ServerError as error:
+            raise ValueError(f"{uri} refused an observation: {error}") from error
 
     try:
         yield ask
@@ -69,16 +77,38 @@ def ask_server(uri: str, connections: int) -> Iterator[Ask]:
 
 
 class _Episode:
-    """One environment, the chunk it is executing, and whether it needs another."""
+    """One environment, the actions that wait to be executed, and what has been done so far."""
 
     def __init__(self, environment: Environment) -> None:
         self.environment = environment
-        self.chunk: list[np.ndarray] = []
 
     def begin(self, seed: int, prompt: str | None) -> None:
         self.environment.reset(seed)
         self.prompt = prompt or self.environment.prompt
-        self.chunk = []
+        self.waiting: list[np.ndarray] = []
+        self._starts: list[int] = []
+        self._chunks: list[np.ndarray] = []
+        self._executed: list[np.ndarray] = []
+
+    def take(self, chunk: np.ndarray, execute_horizon: int) -> None:
+        self._starts.append(self.environment.steps)
+        self._chunks.append(chunk)
+        self.waiting = list(chunk[:execute_horizon])
+
+    def step(self) -> StepResult:
+        action = self.waiting.pop(0)
+        self._executed.append(action)
+        return self.environment.step(action)
+
+    def trace(self) -> Trace:
+        return Trace(
+            seed=self.environment.seed or 0,
+            names=self.environment.action_names,
+            hz=self.environment.control_hz,
+            starts=tuple(self._starts),
+            chunks=np.stack(self._chunks),
+            executed=np.stack(self._executed),
+        )
 
     def observe(self) -> Observation:
         # A seed for the policy's noise too: the same episode again is the same episode.
@@ -102,7 +132,7 @@ def evaluate(
     ask: Ask,
     seeds: Sequence[int],
     *,
-    execute_horizon: int,
+    execute_horizon: int | None = None,
     policy_name: str,
     num_environments: int = 8,
     pixels: int | None = None,
@@ -110,14 +140,18 @@ def evaluate(
     watcher: Watcher | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Run one episode per seed; `opposite` gives the sentence that asks for the opposite."""
+    """Run one episode per seed; `opposite` gives the sentence that asks for the opposite.
+
+    Of each chunk `execute_horizon` steps are executed; by default half of them.
+    """
     check_evaluation_seeds(seeds)
-    if execute_horizon < 1 or num_environments < 1:
+    if (execute_horizon is not None and execute_horizon < 1) or num_environments < 1:
         raise ValueError("execute_horizon and num_environments must be at least 1.")
     waiting = list(reversed(seeds))
     running: list[_Episode] = []
     outcomes: dict[int, Outcome] = {}
     latencies: list[float] = []
+    trace: Trace | None = None
     episodes = [
         _Episode(make_environment(task, pixels=pixels))
         for _ in range(min(num_environments, len(seeds)))
@@ -128,13 +162,15 @@ def evaluate(
             episode = idle.pop()
             _begin(episode, waiting.pop(), opposite)
             running.append(episode)
-        _refill(running, ask, execute_horizon, latencies)
+        execute_horizon = _refill(running, ask, execute_horizon, latencies)
         for episode in list(running):
-            result = episode.environment.step(episode.chunk.pop(0))
+            result = episode.step()
             if watcher is not None:
                 watcher.saw(episode.environment)
             if result.done:
                 outcome = outcomes[episode.environment.seed or 0] = episode.outcome()
+                if outcome.seed == seeds[0]:
+                    trace = episode.trace()
                 running.remove(episode)
                 idle.append(episode)
                 if watcher is not None:
@@ -144,7 +180,9 @@ def evaluate(
     for episode in episodes:
         episode.environment.close()
     in_order = tuple(outcomes[seed] for seed in seeds)
-    return Evaluation(task, policy_name, execute_horizon, in_order, tuple(latencies), opposite)
+    return Evaluation(
+        task, policy_name, execute_horizon or 0, in_order, tuple(latencies), opposite, trace=trace
+    )
 
 
 def _begin(episode: _Episode, seed: int, opposite: bool) -> None:
@@ -160,20 +198,22 @@ def _begin(episode: _Episode, seed: int, opposite: bool) -> None:
 
 
 def _refill(
-    running: Sequence[_Episode], ask: Ask, execute_horizon: int, latencies: list[float]
-) -> None:
-    """New chunks for those that have executed theirs, in one request."""
-    empty = [episode for episode in running if not episode.chunk]
+    running: Sequence[_Episode], ask: Ask, execute_horizon: int | None, latencies: list[float]
+) -> int | None:
+    """New chunks for those that have executed theirs, in one request; how much of them to do."""
+    empty = [episode for episode in running if not episode.waiting]
     if not empty:
-        return
+        return execute_horizon
     observations = [episode.observe() for episode in empty]
     started = time.perf_counter()
     chunks = ask(observations)
     latencies.append(time.perf_counter() - started)
+    execute_horizon = execute_horizon or max(1, len(chunks[0]) // 2)
     for episode, chunk in zip(empty, chunks, strict=True):
         if len(chunk) < execute_horizon:
             raise ValueError(
                 f"The policy's chunks have {len(chunk)} steps, fewer than the {execute_horizon} "
-                "that are to be executed of each."
+                "that are to be executed of each. Give a smaller --execute-horizon."
             )
-        episode.chunk = list(chunk[:execute_horizon])
+        episode.take(chunk, execute_horizon)
+    return execute_horizon

@@ -8,11 +8,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
+
+_DECIMALS = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +29,38 @@ class Outcome:
     held: bool
     steps: int
     initial_state: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """The actions of one episode: every chunk as it was predicted, and what was executed."""
+
+    seed: int
+    # What each number of an action means, and how many actions a second has.
+    names: tuple[str, ...]
+    hz: float
+    # The step at which each chunk was asked for.
+    starts: tuple[int, ...]
+    chunks: Float[np.ndarray, "n h a"]
+    executed: Float[np.ndarray, "t a"]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **{name: getattr(self, name) for name in ("seed", "names", "hz", "starts")},
+            "chunks": self.chunks.round(_DECIMALS).tolist(),
+            "executed": self.executed.round(_DECIMALS).tolist(),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Trace:
+        return cls(
+            data["seed"],
+            tuple(data["names"]),
+            data["hz"],
+            tuple(data["starts"]),
+            np.array(data["chunks"]),
+            np.array(data["executed"]),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +100,10 @@ class Evaluation:
     latencies: tuple[float, ...]
     # Whether the sentence asked for the opposite of what was counted.
     opposite: bool = False
+    # Films of some episodes, relative to the results.
+    videos: tuple[str, ...] = ()
+    # The actions of the first episode.
+    trace: Trace | None = None
 
     @property
     def success(self) -> Rate:
@@ -92,14 +131,19 @@ class Evaluation:
             "policy": self.policy,
             "execute_horizon": self.execute_horizon,
             "opposite": self.opposite,
+            "videos": self.videos,
             "episodes": len(self.outcomes),
             "success": {"rate": self.success.value, "interval": self.success.interval},
             "held_at_the_end": {"rate": self.held.value, "interval": self.held.interval},
             "latency_ms": {f"p{p}": 1e3 * self.latency(p) for p in (50, 90, 99)},
             "outcomes": [dataclasses.asdict(outcome) for outcome in self.outcomes],
         }
+        text = json.dumps(summary, indent=2)
+        if self.trace is not None:
+            # Thousands of numbers: on one line, behind what people read.
+            text = f'{text[:-2]},\n  "trace": {json.dumps(self.trace.to_json())}\n}}'
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(summary, indent=2))
+        path.write_text(text)
 
 
 def parse_seeds(text: str) -> Sequence[int]:

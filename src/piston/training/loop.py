@@ -23,7 +23,7 @@ from piston.data.finite import require_finite
 from piston.data.loader import Loader
 from piston.data.order import Order
 from piston.data.pipeline import open_source, open_training_data
-from piston.data.subsets import Samples, split_episodes, without_episodes
+from piston.data.subsets import RepeatedStarts, Samples, split_episodes, without_episodes
 from piston.models.autoregressive import Pi0FAST
 from piston.models.flow import Pi0
 from piston.training.checkpoint import (
@@ -155,18 +155,24 @@ def _robot_action_dim(config: TrainConfig, pipeline: DataConfig) -> int | None:
 
 def _open_data(config: TrainConfig, pipeline: DataConfig) -> tuple[Samples, Samples | None]:
     """What is trained on, and the held-out episodes if there are to be any."""
-    if pipeline.fake and config.validation_episodes:
-        raise ValueError("--validation-episodes needs a data set; random samples have no episodes.")
-    if not pipeline.fake:
-        source = open_source(pipeline, config.model)
-        require_finite(source, pipeline, config.model.action_horizon)
-    if config.validation_episodes == 0:
-        return open_training_data(config, cache_frames=config.cache_frames), None
-    kept, held_out = split_episodes(source.episodes, config.validation_episodes, seed=config.seed)
-    return (
-        open_training_data(config, episodes=kept, cache_frames=config.cache_frames),
-        open_training_data(config, episodes=held_out, cache_frames=config.cache_frames),
-    )
+    if pipeline.fake:
+        if config.validation_episodes or config.start_frames:
+            raise ValueError(
+                "--validation-episodes and --start-frames need a data set; random samples have no "
+                "episodes."
+            )
+        return open_training_data(config), None
+    source = open_source(pipeline, config.model)
+    require_finite(source, pipeline, config.model.action_horizon)
+    kept, held_out = [episode.index for episode in source.episodes], None
+    if config.validation_episodes:
+        kept, chosen = split_episodes(source.episodes, config.validation_episodes, seed=config.seed)
+        held_out = open_training_data(config, episodes=chosen, cache_frames=config.cache_frames)
+    training = open_training_data(config, episodes=kept, cache_frames=config.cache_frames)
+    if config.start_frames:
+        lengths = [episode.length for episode in source.episodes if episode.index in kept]
+        training = RepeatedStarts(training, lengths, config.start_frames, config.start_weight)
+    return training, held_out
 
 
 def _initial_model(config: TrainConfig, processes: Processes, run: Run) -> Pi0 | Pi0FAST:

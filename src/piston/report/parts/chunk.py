@@ -12,7 +12,7 @@ from piston.report.prediction import Denoising, Prediction
 from piston.report.sample import Sample
 
 # Joints that hardly move get a frame of at least this share of the widest one's.
-_LEAST_SPAN = 0.15
+LEAST_SPAN = 0.15
 _NUM_JOINTS_DENOISED = 6
 _MAX_PICTURES = 11
 _NOISE_LIMIT = 2.5  # standard deviations at which colours end
@@ -34,7 +34,7 @@ def chunk(contents: Contents) -> Markup | Missing:
     return join(
         [
             tag("p", note, class_="note"),
-            _legend(("ink", "recorded"), ("accent", "policy")),
+            legend(("ink", "recorded"), ("accent", "policy")),
             tag("div", *figures, class_="multiples"),
         ]
     )
@@ -56,11 +56,11 @@ def _joint(sample: Sample, prediction: Prediction, dim: int) -> Markup:
     spans = np.ptp(sample.recorded[sample.is_real], axis=0)
     frame = Frame(
         *(280, 150, "seconds"),
-        min_span=_LEAST_SPAN * float(spans.max()),
+        min_span=LEAST_SPAN * float(spans.max()),
         num_x_ticks=4,
         num_y_ticks=3,
     )
-    return tag("figure", _title(sample.names[dim], f"{error:.2g}"), plot(lines, frame))
+    return tag("figure", title(sample.names[dim], f"{error:.2g}"), plot(lines, frame))
 
 
 def denoising(contents: Contents) -> Markup | Missing:
@@ -82,7 +82,7 @@ def denoising(contents: Contents) -> Markup | Missing:
         [
             tag("p", note, class_="note"),
             _strip(shown),
-            _legend(("ink", "recorded"), ("accent", "actions (time 0)"), ("fade", "on the way")),
+            legend(("ink", "recorded"), ("accent", "actions (time 0)"), ("fade", "on the way")),
             tag("div", *_most_moving(sample, shown), class_="multiples"),
         ]
     )
@@ -112,14 +112,14 @@ def _most_moving(sample: Sample, shown: Denoising) -> list[Markup]:
         lines.append(Line(steps, shown.recorded[:, dim], "ink"))
         lines.append(Line(steps, shown.passed[-1, :, dim], "accent"))
         frame = Frame(280, 150, "step of the chunk", num_x_ticks=4, num_y_ticks=3)
-        figures.append(tag("figure", _title(sample.names[dim], ""), plot(lines, frame)))
+        figures.append(tag("figure", title(sample.names[dim], ""), plot(lines, frame)))
     return figures
 
 
-def _title(name: str, number: str) -> Markup:
+def title(name: str, number: str) -> Markup:
     return tag("figcaption", tag("span", name.replace("_", " ")), tag("span", number))
 
 
-def _legend(*entries: tuple[str, str]) -> Markup:
+def legend(*entries: tuple[str, str]) -> Markup:
     spans = (tag("span", tag("i", class_=look), text) for look, text in entries)
     return tag("div", *spans, class_="legend")

@@ -20,6 +20,7 @@ def _numbers(contents: Contents) -> list[tuple[str, str, str]]:
         interval = f"95\N{NO-BREAK SPACE}% interval {low:.0%} to {high:.0%}"
         remark = f"{rate.successes} of {rate.episodes} episodes; {interval}"
         name = "success" if len(contents.evaluations) == 1 else f"success, {evaluation.name}"
+        name = "done against the sentence" if evaluation.opposite else name
         found.append((name, f"{rate.value:.0%}", remark))
     steps, losses = run.curve("loss")
     if len(steps):

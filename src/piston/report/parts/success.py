@@ -35,8 +35,9 @@ def _evaluation(evaluation: EvaluationResult, several: bool) -> Markup:
     )
     if evaluation.opposite:
         facts = (
-            "Here the sentence asked for the opposite of what is counted, so there should be next "
-            f"to no successes. {facts}"
+            "Here the sentence asked for the opposite of what is counted: a cell marked as failed "
+            "is an episode in which the robot did not do what it was not asked for. The same "
+            f"starts with the sentence that is counted are in the other evaluation. {facts}"
         )
     groups = evaluation.by_prompt
     grids = (_grid(prompt, outcomes, len(groups) > 1) for prompt, outcomes in groups.items())
