@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -85,12 +86,14 @@ def join_processes(config: TrainConfig) -> Iterator[Processes]:
     processes = Processes(
         rank, world_size, device, dist.new_group(backend="gloo", timeout=_PATIENCE)
     )
-    yield processes
+    try:
+        yield processes
+    finally:
+        # gloo's threads need Python for a moment after a sum. A group that is freed just then
+        # waits for them while they wait for Python.
+        time.sleep(0.2)
     # Not after an error: to take leave of processes that are in the midst of a step may take for
     # ever, while torchrun ends them as soon as this one has ended.
-    # gloo's threads need Python for a moment after a sum; to be destroyed in that moment is a
-    # deadlock, so they get it while this one waits.
-    processes.wait_for_all()
     dist.destroy_process_group()
 
 
