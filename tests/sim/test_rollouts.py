@@ -1,0 +1,131 @@
+"""Rollouts: what is asked, what is executed, and that episodes do not disturb each other."""
+
+import numpy as np
+import pytest
+
+from piston.cli import main
+from piston.inference.loading import random_policy
+from piston.serving import running_server
+from piston.sim.aloha_experts import plan_transfer
+from piston.sim.catalog import make_environment
+from piston.sim.environment import RECORDING_SEEDS
+from piston.sim.rollouts import evaluate
+
+TASK = "aloha_transfer_cube"
+LENGTH = 80
+# How rollouts number the draws of noise: seed and step in one.
+NOISE_SEEDS = 1_000_003
+
+
+class Expert:
+    """Answers with the expert's plan for the seed and step of each observation."""
+
+    def __init__(self, seeds):
+        self.asked = []
+        self.plans = {}
+        for seed in seeds:
+            environment = make_environment(TASK)
+            environment.reset(seed)
+            plan = plan_transfer(environment.initial_state()["objects"])
+            still = np.repeat(plan[-1:], 300 + LENGTH - len(plan), axis=0)
+            self.plans[seed] = np.concatenate([plan, still])
+
+    def __call__(self, observations):
+        places = [divmod(observation["seed"], NOISE_SEEDS) for observation in observations]
+        self.asked.append(places)
+        return [self.plans[seed][step : step + LENGTH] for seed, step in places]
+
+
+def test_a_policy_that_knows_the_way_succeeds_alone_and_among_others():
+    seeds = [4, 0, 7]
+    together, alone = Expert(seeds), Expert(seeds)
+    found = evaluate(TASK, together, seeds, execute_horizon=50, policy_name="expert")
+    again = evaluate(
+        TASK, alone, seeds, execute_horizon=50, policy_name="expert", num_environments=1
+    )
+    assert found.outcomes == again.outcomes
+    assert [outcome.seed for outcome in found.outcomes] == seeds
+    assert found.success.successes == found.held.successes == 3
+    # Three in one request, or one after the other; every 50 steps of 300.
+    assert [len(places) for places in together.asked] == [3] * 6
+    assert [len(places) for places in alone.asked] == [1] * 18
+    assert sorted({step for places in together.asked for _, step in places}) == [*range(0, 300, 50)]
+
+    trace = found.trace
+    assert trace.seed == 4
+    assert trace.starts == (0, 50, 100, 150, 200, 250)
+    np.testing.assert_array_equal(trace.executed, together.plans[4][:300])
+    np.testing.assert_array_equal(trace.chunks[1], together.plans[4][50 : 50 + LENGTH])
+
+
+def test_half_a_chunk_is_executed_by_default_and_no_more_than_there_is():
+    expert = Expert([0])
+    assert evaluate(TASK, expert, [0], policy_name="expert").execute_horizon == LENGTH // 2
+    with pytest.raises(ValueError, match=r"80 steps, fewer than the 81.*--execute-horizon"):
+        evaluate(TASK, expert, [0], execute_horizon=81, policy_name="expert")
+
+
+def test_starts_of_recordings_are_in_no_evaluation():
+    """A mixture's seeds are shared out among its tasks; a single task's are not."""
+    mixture = make_environment("metaworld:drawer-open-halfway,drawer-close-halfway")
+    single = make_environment("metaworld:drawer-open-halfway")
+    mixture.reset(RECORDING_SEEDS)
+    recorded = mixture.pose()
+    single.reset(RECORDING_SEEDS)
+    np.testing.assert_array_equal(single.pose(), recorded)
+    single.reset(RECORDING_SEEDS // 2)
+    assert np.abs(single.pose() - recorded).max() > 1e-6
+
+
+@pytest.fixture(scope="module")
+def address():
+    with running_server(random_policy("tiny_aloha_sim")) as server:
+        yield f"ws://127.0.0.1:{server.port}"
+
+
+def run(address, *words):
+    return main(["eval", TASK, "--policy", address, *words])
+
+
+def test_films_belong_to_the_results_they_lie_with(address, tmp_path):
+    words = ("--out", str(tmp_path), "--execute-horizon", "120")
+    assert run(address, "--seeds", "0,1", "--video", *words) == 0
+    assert {path.name for path in (tmp_path / "videos").iterdir()} == {
+        "failure_seed0.mp4",
+        "failure_seed1.mp4",
+    }
+    (tmp_path / "videos" / "mine.mp4").write_bytes(b"not from here")
+    assert run(address, "--seeds", "5", "--video", *words) == 0
+    assert {path.name for path in (tmp_path / "videos").iterdir()} == {
+        "failure_seed5.mp4",
+        "mine.mp4",
+    }
+    assert run(address, "--seeds", "6", *words) == 0
+    assert {path.name for path in (tmp_path / "videos").iterdir()} == {"mine.mp4"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--episodes", "0"), "--episodes is 0"),
+        (("--episodes", "3", "--seeds", "0..1"), "--seeds names only 2"),
+        (("--seeds", "1000000"), "belong to recordings"),
+        (("--seeds", "0", "--opposite"), "has no opposite"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused_and_nothing_is_replaced(
+    words, message, address, tmp_path, capsys
+):
+    (tmp_path / "results.json").write_text("precious")
+    assert run(address, *words, "--out", str(tmp_path)) == 1
+    assert message in capsys.readouterr().err.replace("\n", " ")
+    assert (tmp_path / "results.json").read_text() == "precious"
+
+
+def test_a_policy_of_another_robot_is_told_in_one_line(address, tmp_path, capsys):
+    words = ["eval", "metaworld:drawer-open", "--policy", address, "--episodes", "1"]
+    assert main([*words, "--out", str(tmp_path)]) == 1
+    told = capsys.readouterr().err
+    assert "refused an observation" in told
+    assert "corner4" in told
+    assert "Traceback" not in told
