@@ -83,8 +83,8 @@ PRESETS = (
         _ALOHA_SIM,
         name="tiny_aloha_insertion",
         data=dataclasses.replace(_ALOHA_SIM.data, repo_id="data/aloha_insertion"),
-        num_train_steps=6_000,
-        lr_schedule=_schedule(6_000),
+        num_train_steps=3_000,
+        lr_schedule=_schedule(3_000),
     ),
     dataclasses.replace(
         _ALOHA_SIM,
