@@ -1,6 +1,11 @@
 """Recording: what is kept, in which order, and what happens after a stop."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,7 +13,9 @@ import pytest
 pytest.importorskip("metaworld", reason="needs the extra `sim`")
 
 from piston.cli import main
+from piston.cli.demo_job import process_tree
 from piston.data import check_dataset, open_dataset
+from piston.data.episode_store import RECORDING
 from piston.sim import RECORDING_SEEDS, make_environment, recording
 from piston.sim.recording import LOG, Recording, record
 
@@ -65,9 +72,9 @@ def test_the_number_of_workers_does_not_matter(recorded, tmp_path):
 def test_a_second_run_goes_on_where_the_first_stopped(recorded, tmp_path):
     record(QUICK, 1, tmp_path / "set", workers=1)
     record(QUICK, 3, tmp_path / "set", workers=1)
-    tries = record(QUICK, 4, tmp_path / "set", workers=1)
+    result = record(QUICK, 4, tmp_path / "set", workers=1)
     _assert_same_set(recorded, tmp_path / "set")
-    assert record(QUICK, 4, tmp_path / "set", workers=1) == tries
+    assert record(QUICK, 4, tmp_path / "set", workers=1) == result
 
 
 def test_an_episode_that_was_saved_but_not_noted_is_not_saved_twice(recorded, tmp_path):
@@ -88,7 +95,7 @@ def test_failures_are_noted_but_not_kept(tmp_path, monkeypatch):
         return episode if seed % 2 else recording.Episode(seed, success=False)
 
     monkeypatch.setattr(recording, "demonstrate", fails_at_even_seeds)
-    assert record(QUICK, 2, tmp_path / "set", workers=1) == 4
+    assert record(QUICK, 2, tmp_path / "set", workers=1) == (2, 4)
     assert [line["success"] for line in _tried(tmp_path / "set")[1:]] == [False, True] * 2
     assert len(open_dataset(tmp_path / "set").metadata.episodes) == 2
 
@@ -121,12 +128,85 @@ def test_recordings_share_no_start_with_one_another_nor_with_evaluation():
 def test_aloha_is_recorded_under_the_names_that_its_presets_read(tmp_path, capsys):
     arguments = ["record", "aloha_transfer_cube", "--episodes", "1", "--pixels", "16"]
     assert main([*arguments, "--out", str(tmp_path / "set"), "--workers", "1"]) == 0
-    assert "holds 1 episodes of aloha_transfer_cube" in capsys.readouterr().out
+    assert "holds 1 episode of aloha_transfer_cube" in capsys.readouterr().out
     data = open_dataset(tmp_path / "set")
     assert data[0]["observation.images.top"].shape == (16, 16, 3)
     assert data[0]["task"] == "Transfer cube"
     assert data.column("action").shape[1] == data.column("observation.state").shape[1] == 14
     assert data.metadata.fps == 50
+
+
+def test_a_set_that_holds_more_than_asked_for_is_counted(recorded, capsys):
+    arguments = ["record", QUICK.task, "--episodes", "3", "--pixels", "16", "--workers", "1"]
+    assert main([*arguments, "--out", str(recorded)]) == 0
+    assert "holds 4 episodes of metaworld:drawer-close-halfway" in capsys.readouterr().out
+
+
+def test_the_environments_own_pixels_may_be_given_as_a_number(tmp_path):
+    own = make_environment(QUICK.task).pixels
+    implied, given = Recording(QUICK.task), Recording(QUICK.task, pixels=own)
+    record(implied, 1, tmp_path / "set", workers=1)
+    assert _tried(tmp_path / "set")[0]["pixels"] == own
+    assert record(given, 1, tmp_path / "set", workers=1).num_episodes == 1
+    with pytest.raises(ValueError, match="other features"):
+        record(QUICK, 1, tmp_path / "set", workers=1)
+
+
+def test_a_log_without_the_real_pixels_is_continued(tmp_path):
+    """As they were written before."""
+    record(Recording(QUICK.task), 1, tmp_path / "set", workers=1)
+    log = tmp_path / "set" / LOG
+    header, *lines = _tried(tmp_path / "set")
+    log.write_text("".join(json.dumps(x) + "\n" for x in ({**header, "pixels": None}, *lines)))
+    assert record(Recording(QUICK.task), 2, tmp_path / "set", workers=1).num_episodes == 2
+
+
+def test_a_set_keeps_its_codec(recorded):
+    before = _tried(recorded)
+    with pytest.raises(ValueError, match="holds videos in h264, asked for is av1. Go on with"):
+        record(QUICK, 5, recorded, workers=1, codec="av1")
+    assert _tried(recorded) == before
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes in /proc")
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)]
+)
+def test_no_worker_outlives_the_command(tmp_path, number, code):
+    folder = tmp_path / "set"
+    words = ["record", QUICK.task, "--episodes", "500", "--pixels", "16", "--workers", "2"]
+    command = [sys.executable, "-m", "piston.cli", *words, "--out", str(folder)]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        try:
+            _wait(lambda: process.poll() or ((folder / LOG).exists() and len(_tried(folder)) > 2))
+            below = set(process_tree(process.pid)) - {process.pid}
+            assert len(below) >= 2, process.poll()
+            process.send_signal(number)
+            assert process.wait(60) == code
+        finally:
+            process.kill()
+    _wait(lambda: not any(map(_is_alive, below)))
+    if number != signal.SIGKILL:
+        assert not (folder / RECORDING).exists()  # closed, nothing half done is left
+        assert [p for p in check_dataset(folder) if p.severity == "error"] == []
+    num_episodes = len(open_dataset(folder).metadata.episodes)
+    assert record(QUICK, num_episodes + 1, folder, workers=1).num_episodes == num_episodes + 1
+
+
+def _wait(is_so, seconds=60.0):
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.05)
+
+
+def _is_alive(process):
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 def test_the_command_says_what_is_wrong(tmp_path, capsys):

@@ -1,4 +1,7 @@
-"""`piston record TASK --episodes N --out DIR`: an expert shows a simulated robot's task."""
+"""`piston record TASK --episodes N --out DIR`: an expert shows a simulated robot's task.
+
+Ends with 130 or 143 when Ctrl-C or SIGTERM stopped it; what is recorded by then is a data set.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Annotated, Literal
 import tyro
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from piston.cli.demo_job import ends_with_children
 from piston.cli.screen import console
 from piston.sim.recording import Recording, record
 
@@ -32,7 +36,7 @@ def _record(
 
     Args:
         task: For example aloha_transfer_cube, aloha_insertion, metaworld:tiny, metaworld:door-open.
-        episodes: How many the data set shall hold. Only successful ones are kept.
+        episodes: How many the data set shall hold at least. Only successful ones are kept.
         out: The data set's folder.
         workers: Processes that simulate. The result does not depend on it.
         seed: Another seed gives other starts; none of them is ever used in evaluation.
@@ -47,9 +51,9 @@ def _record(
         TextColumn("episodes"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console(), transient=True) as bar:
+    with ends_with_children(), Progress(*columns, console=console(), transient=True) as bar:
         shown = bar.add_task("", total=episodes)
-        tries = record(
+        recorded = record(
             Recording(task, seed, pixels),
             episodes,
             out,
@@ -58,8 +62,8 @@ def _record(
             progress=lambda kept, _: bar.update(shown, completed=kept),
         )
     console().print(
-        f"{out} holds {_count(episodes, 'episode', 'episodes')} of {task}: "
-        f"{_count(tries, 'try', 'tries')}, {time.monotonic() - began:.1f} s."
+        f"{out} holds {_count(recorded.num_episodes, 'episode', 'episodes')} of {task}: "
+        f"{_count(recorded.num_tried, 'try', 'tries')}, {time.monotonic() - began:.1f} s."
     )
 
 

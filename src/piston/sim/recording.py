@@ -4,7 +4,8 @@
 
 Only episodes that end in success are kept. What comes out depends on the task, the seed and the
 number of episodes; not on the number of workers, nor on how often it was stopped and resumed. For
-that, `meta/simulation.jsonl` remembers every seed that was tried.
+that, `meta/simulation.jsonl` remembers every seed that was tried. The workers end when this process
+does, however it ends.
 """
 
 from __future__ import annotations
@@ -15,17 +16,20 @@ import itertools
 import json
 import logging
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from piston.data.episode_store import INFO, read_info
 from piston.data.recorder import Recorder
 from piston.sim.catalog import make_environment, make_expert
 from piston.sim.environment import RECORDING_SEEDS, Environment, Expert, Observation
@@ -71,6 +75,13 @@ class Episode:
     frames: tuple[dict[str, np.ndarray], ...] = ()
 
 
+class Recorded(NamedTuple):
+    """What a data set holds after recording, and how many tries that took in all."""
+
+    num_episodes: int
+    num_tried: int
+
+
 def record(
     recording: Recording,
     num_episodes: int,
@@ -79,11 +90,14 @@ def record(
     workers: int = 2,
     codec: str = "h264",
     progress: Progress | None = None,
-) -> int:
-    """Records until `out` holds that many episodes, keeping those it has. Returns the tries."""
+) -> Recorded:
+    """Records until `out` holds at least that many episodes, keeping those it has."""
     if num_episodes < 1 or workers < 1:
         raise ValueError(f"Nothing to do with {num_episodes} episodes and {workers} workers.")
     environment = make_environment(recording.task, pixels=recording.pixels)
+    # The environment's own size and the same size given as a number are one recording.
+    recording = dataclasses.replace(recording, pixels=environment.pixels)
+    _check_codec(out, codec)
     recorder = Recorder(
         out,
         environment.control_hz,
@@ -103,7 +117,20 @@ def record(
                 tried.add(episode)
                 if progress is not None:
                     progress(recorder.num_episodes, tried.num_tried)
-    return tried.num_tried
+        return Recorded(recorder.num_episodes, tried.num_tried)
+
+
+def _check_codec(out: Path, codec: str) -> None:
+    """A set has one codec, which its info.json declares once there is a video."""
+    if not (out / INFO).exists():
+        return
+    entries = read_info(out)["features"].values()
+    for found in ((entry.get("info") or {}).get("video.codec") for entry in entries):
+        if found not in (None, codec):
+            raise ValueError(
+                f"{out} holds videos in {found}, asked for is {codec}. Go on with the codec "
+                f"{found}, or choose another folder."
+            )
 
 
 def features(environment: Environment) -> dict[str, dict[str, Any]]:
@@ -171,6 +198,9 @@ class _Tried:
                 )
             path.write_text(json.dumps(header) + "\n")
         found, *lines = _read_lines(path)
+        if found.get("pixels", 0) is None:
+            # Written before the real size was noted here. The recorder has compared the images.
+            found["pixels"] = recording.pixels
         if found != header:
             raise ValueError(
                 f"{path.parent.parent} was recorded as {found}, now it is {header}. "
@@ -243,10 +273,19 @@ _worker: tuple[Environment, Expert] | None = None
 def _start_worker(recording: Recording) -> None:
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     # Mesa would draw with extra threads, one per core, in every worker.
     os.environ.setdefault("LP_NUM_THREADS", "0")
     environment = make_environment(recording.task, pixels=recording.pixels)
     _worker = environment, make_expert(recording.task)
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed cannot tell its workers: they would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None  # it is None only in a process that nobody started
+    multiprocessing.connection.wait([parent.sentinel])
+    os._exit(1)
 
 
 def _work(seed: int) -> Episode:
