@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import difflib
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -123,7 +124,7 @@ def run(args: list[str]) -> int:
     plan = find_plan(arguments.name)
     plan = plan.quick() if arguments.quick else plan
     out = (arguments.out or Path(plan.folder)).absolute()
-    description = {"demo": arguments.name, "seed": arguments.seed, **dataclasses.asdict(plan)}
+    description = {"demo": arguments.name, "seed": arguments.seed, **_what_is_done(plan)}
     # As it is read back: JSON knows no tuples.
     job = begin(out, json.loads(json.dumps(description)), resume=arguments.resume)
     try:
@@ -132,8 +133,22 @@ def run(args: list[str]) -> int:
     except StageFailed as failure:
         _show_table(job)
         return fail(f"{failure} Finished stages are kept: --resume goes on.", failure.code)
+    except KeyboardInterrupt:
+        _show_table(job)
+        print(
+            "Stopped. Finished stages are kept: the same command with --resume goes on, without "
+            "it everything is deleted and begins again.",
+            file=sys.stderr,
+        )
+        return 130
     _show_end(job, plan)
     return 0
+
+
+def _what_is_done(plan: DemoPlan) -> dict[str, Any]:
+    """All but where it goes by default and what its short form would be."""
+    fields = dataclasses.asdict(plan).items()
+    return {k: v for k, v in fields if k != "folder" and not k.startswith("quick_")}
 
 
 def find_plan(name: str) -> DemoPlan:
@@ -215,7 +230,10 @@ def _show_table(job: Job) -> None:
     table.add_column("result")
     for stage in job.stages.finished:
         table.add_row(stage.name, f"{stage.seconds:.1f}", stage.result)
+    for name, seconds in job.stages.unfinished.items():
+        table.add_row(name, f"{seconds:.1f}", "not finished")
     total = sum(stage.seconds for stage in job.stages.finished)
+    total += sum(job.stages.unfinished.values())
     table.add_row("all", f"{total:.1f}", "", style="bold")
     console().print(table)
 
@@ -229,7 +247,8 @@ def _show_end(job: Job, plan: DemoPlan) -> None:
         screen.print(
             f"{evaluation.task}, {asked}: [bold]{evaluation.success}[/bold] (95 % interval)"
         )
-    screen.print(f"peak memory of the largest process: {job.stages.peak_memory_bytes / 1e9:.2f} GB")
+    gigabytes = job.stages.peak_memory_bytes / 1e9
+    screen.print(f"peak memory of {job.stages.peak_memory_of}: {gigabytes:.2f} GB")
     _print_path(screen, job.out / "report.html")
 
 
