@@ -36,7 +36,7 @@ def _numbers(contents: Contents) -> list[tuple[str, str, str]]:
         found.append(("a request", f"{latency['p50']:.0f} ms", "median, as the robot waited"))
     if contents.stages is not None and contents.stages.peak_memory_bytes:
         gigabytes = contents.stages.peak_memory_bytes / 1e9
-        found.append(("peak memory", f"{gigabytes:.2f} GB", "of the largest process"))
+        found.append(("peak memory", f"{gigabytes:.2f} GB", f"of {contents.stages.peak_memory_of}"))
     return found
 
 
