@@ -337,9 +337,9 @@ def test_the_short_form_from_end_to_end(tmp_path, capfd):
     assert re.search(r"peak memory of all processes together: \d\.\d\d GB", told)
     page = (out / "report.html").read_text()
     parts = re.findall('<section id="([^"]*)"', page)
-    expected = ["success-per-seed", "videos", "training", "action-chunk", "denoising", "transforms"]
-    expected.append("timings")
-    assert [part for part in parts if part in expected] == expected
+    evaluated = ["success-per-seed", "videos", "training", "chunks-and-what-was-executed"]
+    assert parts == [*evaluated, "action-chunk", "denoising", "transforms", "timings"]
+    assert (out / "animation.webp").stat().st_size < 1_000_000
     assert page.count("<video") == 3
     served = read_stages(out / STATE).get("serve").result
     with socket.socket() as one:
