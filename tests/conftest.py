@@ -2,6 +2,8 @@
 
 import os
 import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import hypothesis
@@ -39,3 +41,30 @@ def reference() -> Path:
 def small_reference() -> Path:
     """The numerical cases that travel with the repository."""
     return SMALL_REFERENCE
+
+
+@pytest.fixture
+def wait_until():
+    """Waits for another process to get somewhere."""
+
+    def wait(is_so: Callable[[], object], seconds: float = 90.0) -> None:
+        end = time.monotonic() + seconds
+        while not is_so():
+            assert time.monotonic() < end, "waited too long"
+            time.sleep(0.05)
+
+    return wait
+
+
+@pytest.fixture
+def is_alive():
+    """Whether a process runs; a zombie does not."""
+
+    def alive(process: int) -> bool:
+        try:
+            stat = Path(f"/proc/{process}/stat").read_text()
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] != "Z"
+
+    return alive

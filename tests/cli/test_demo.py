@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -164,7 +163,7 @@ def test_without_proc_it_is_the_largest_process(tmp_path, capfd, monkeypatch):  
 @pytest.mark.slow
 @needs_proc
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_stopped_demo_leaves_no_process_behind(tmp_path, number, code):
+def test_a_stopped_demo_leaves_no_process_behind(tmp_path, number, code, wait_until, is_alive):
     """SIGTERM as `kill` sends it, to the demo alone; SIGINT as a terminal does, to all."""
     pytest.importorskip("gym_aloha", reason="needs the extra `sim`")
     out = tmp_path / "demo"
@@ -175,7 +174,9 @@ def test_a_stopped_demo_leaves_no_process_behind(tmp_path, number, code):
     ) as process:
         try:
             log = out / "data" / "meta" / "simulation.jsonl"
-            _wait(lambda: process.poll() or (log.exists() and len(log.read_text().split("\n")) > 2))
+            wait_until(
+                lambda: process.poll() or (log.exists() and len(log.read_text().split("\n")) > 2)
+            )
             below = set(process_tree(process.pid)) - {process.pid}
             assert len(below) >= 3, process.poll()  # `piston record` and its workers
             send(process.pid, number)
@@ -183,26 +184,11 @@ def test_a_stopped_demo_leaves_no_process_behind(tmp_path, number, code):
         finally:
             process.kill()
     assert process.returncode == code, error
-    _wait(lambda: not any(map(_is_alive, below)))
+    wait_until(lambda: not any(map(is_alive, below)))
     assert read_stages(out / STATE).unfinished["record"] > 0
     if number == signal.SIGINT:
         assert re.search(r"│ record │ +\d+\.\d │ not finished", told)
         assert "--resume goes on" in error
-
-
-def _wait(is_so, seconds=90.0):
-    end = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.05)
-
-
-def _is_alive(process):
-    try:
-        stat = Path(f"/proc/{process}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 def test_a_stage_is_a_command_done_once(tmp_path, capfd):

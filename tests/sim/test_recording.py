@@ -4,7 +4,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -173,40 +172,27 @@ def test_a_set_keeps_its_codec(recorded):
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)]
 )
-def test_no_worker_outlives_the_command(tmp_path, number, code):
+def test_no_worker_outlives_the_command(tmp_path, number, code, wait_until, is_alive):
     folder = tmp_path / "set"
     words = ["record", QUICK.task, "--episodes", "500", "--pixels", "16", "--workers", "2"]
     command = [sys.executable, "-m", "piston.cli", *words, "--out", str(folder)]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
         try:
-            _wait(lambda: process.poll() or ((folder / LOG).exists() and len(_tried(folder)) > 2))
+            wait_until(
+                lambda: process.poll() or ((folder / LOG).exists() and len(_tried(folder)) > 2)
+            )
             below = set(process_tree(process.pid)) - {process.pid}
             assert len(below) >= 2, process.poll()
             process.send_signal(number)
             assert process.wait(60) == code
         finally:
             process.kill()
-    _wait(lambda: not any(map(_is_alive, below)))
+    wait_until(lambda: not any(map(is_alive, below)))
     if number != signal.SIGKILL:
         assert not (folder / RECORDING).exists()  # closed, nothing half done is left
         assert [p for p in check_dataset(folder) if p.severity == "error"] == []
     num_episodes = len(open_dataset(folder).metadata.episodes)
     assert record(QUICK, num_episodes + 1, folder, workers=1).num_episodes == num_episodes + 1
-
-
-def _wait(is_so, seconds=60.0):
-    end = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.05)
-
-
-def _is_alive(process):
-    try:
-        stat = Path(f"/proc/{process}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 def test_the_command_says_what_is_wrong(tmp_path, capsys):
