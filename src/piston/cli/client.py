@@ -103,7 +103,8 @@ def example_of(preset: TrainConfig) -> Data:
     example = EXAMPLES[preset.data.robot]()
     if "images" in example and len(preset.model.cameras) == 1:
         # A model of one camera refuses the others.
-        example["images"] = {"cam_high": example["images"]["cam_high"]}
+        first = next(iter(example["images"]))
+        example["images"] = {first: example["images"][first]}
     return example
 
 

@@ -32,7 +32,9 @@ def _show(folder: Annotated[Path, tyro.conf.Positional] = Path("checkpoints")) -
         )
     table = Table(title=escape(f"Runs in {folder}"), title_justify="left")
     for column in ("preset", "run", "step", "loss", "newest checkpoint"):
-        table.add_column(column, justify="right" if column in ("step", "loss") else "left")
+        # A path that is too long goes on in the next line: cut, it would be of no use.
+        is_number = column in ("step", "loss")
+        table.add_column(column, justify="right" if is_number else "left", overflow="fold")
     for row in runs:
         loss = "–" if row["loss"] is None else f"{row['loss']:.4f}"
         checkpoint = "none yet" if row["checkpoint"] is None else str(row["checkpoint"])
