@@ -1,6 +1,5 @@
 """Where tests find the reference cases, and how properties are tried."""
 
-import contextlib
 import os
 import signal
 import time
@@ -19,16 +18,6 @@ hypothesis.settings.load_profile("piston")
 # A shell that runs the tests in the background makes all processes ignore Ctrl-C; tests send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@pytest.fixture(autouse=True)
-def ordinary_priority():
-    """The AV1 encoder makes the threads of whoever is root real-time ones, which starve others."""
-    yield
-    if hasattr(os, "sched_getscheduler") and os.sched_getscheduler(0) != os.SCHED_OTHER:
-        for thread in Path("/proc/self/task").iterdir():
-            with contextlib.suppress(ProcessLookupError):
-                os.sched_setscheduler(int(thread.name), os.SCHED_OTHER, os.sched_param(0))
 
 
 REPOSITORY = Path(__file__).parent.parent

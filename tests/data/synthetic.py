@@ -11,6 +11,8 @@ import PIL.Image
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from piston.data.video_encoding import priority_kept
+
 FPS = 10
 HEIGHT, WIDTH = 64, 64
 ENCODERS = {
@@ -44,7 +46,7 @@ def write_video(
     """`start` shifts all frames by so many frame times, `gap` those from this one on by one."""
     name, options = ENCODERS[codec]
     path.parent.mkdir(parents=True, exist_ok=True)
-    with av.open(str(path), "w") as container:
+    with av.open(str(path), "w") as container, priority_kept():
         stream = container.add_stream(name, fps, options=options)
         stream.width, stream.height, stream.pix_fmt = WIDTH, HEIGHT, "yuv420p"
         stream.time_base = Fraction(1, fps)

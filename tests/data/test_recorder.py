@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from piston.data import check_dataset, open_dataset
 from piston.data.features import FrameError
 from piston.data.recorder import Recorder
-from piston.data.video_encoding import VideoEncoding
+from piston.data.video_encoding import VideoEncoding, VideoThread
 
 from .recording_cases import (
     FEATURES,
@@ -25,6 +26,8 @@ from .recording_cases import (
     record,
     video,
 )
+
+THREADS = Path("/proc/self/task")
 
 
 @pytest.mark.parametrize("version", ["v3.0", "v2.1"])
@@ -39,6 +42,17 @@ def test_round_trip(tmp_path: Path, version: str, codec: str) -> None:
     dataset = open_dataset(root)
     assert dataset.metadata.robot_type == "arm"
     assert dataset.metadata.features[VIDEO].video["video.codec"] == codec
+
+
+@pytest.mark.skipif(not THREADS.is_dir(), reason="only Linux lists a program's threads in /proc")
+def test_an_encoder_does_not_take_the_processors_from_the_robots_control(tmp_path: Path) -> None:
+    camera = VideoThread("top", tmp_path / "a.mp4", FPS, [64, 64, 3], VideoEncoding("av1"))
+    for _ in range(3):
+        camera.add(np.zeros((64, 64, 3), np.uint8))
+    camera.finish()
+    threads = [int(thread.name) for thread in THREADS.iterdir()]
+    assert len(threads) > 10  # those of the encoder, which live as long as it
+    assert {os.sched_getscheduler(thread) for thread in threads} == {os.SCHED_OTHER}
 
 
 @pytest.mark.parametrize("version", ["v3.0", "v2.1"])

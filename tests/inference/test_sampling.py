@@ -1,4 +1,4 @@
-"""Guided denoising: weights as published, plain sampling when nothing is committed."""
+"""Guided denoising: the published formulas, plain sampling when nothing is committed."""
 
 import math
 
@@ -11,6 +11,8 @@ from piston.models.flow import Pi0
 from piston.models.variants import GemmaSize, VisionSize
 from piston.observation import Observation
 
+HORIZON, DELAY, EXECUTE, BETA = 12, 3, 2, 5.0
+
 
 @pytest.fixture(scope="module", params=[False, True], ids=["pi0", "pi05"])
 def model(request):
@@ -18,7 +20,7 @@ def model(request):
     size = GemmaSize(width=16, depth=2, mlp_dim=32, num_heads=2, num_kv_heads=1, head_dim=8)
     config = Pi0Config(
         action_dim=4,
-        action_horizon=12,
+        action_horizon=HORIZON,
         max_token_len=6,
         dtype="float32",
         vision=VisionSize(width=16, depth=1, mlp_dim=16, num_heads=2, patch=16),
@@ -50,7 +52,7 @@ def observation():
 
 
 def _noise():
-    return torch.randn(2, 12, 4, generator=torch.Generator().manual_seed(2))
+    return torch.randn(2, HORIZON, 4, generator=torch.Generator().manual_seed(2))
 
 
 def test_weights_follow_the_published_formula():
@@ -70,7 +72,7 @@ def test_a_delay_that_does_not_fit_is_refused(delay, execute):
 
 @pytest.mark.parametrize("jacobian", ["full", "identity"])
 def test_nothing_committed_equals_plain_sampling(model, observation, jacobian):
-    guidance = Guidance(torch.randn(2, 12, 4), torch.zeros(2, 12), jacobian)
+    guidance = Guidance(torch.randn(2, HORIZON, 4), torch.zeros(2, HORIZON), jacobian)
     guided = sample_guided(model, observation, _noise(), 5, guidance)
     plain = model.sample_actions(observation, _noise(), 5)
     assert torch.equal(guided, plain) or torch.allclose(guided, plain, atol=1e-6)
@@ -80,7 +82,7 @@ def test_nothing_committed_equals_plain_sampling(model, observation, jacobian):
 def test_committed_steps_come_out_near_the_previous_chunk(model, observation, jacobian):
     """The previous chunk is another sample of the same model, as on a robot."""
     previous = model.sample_actions(observation, -_noise(), 10)
-    weights = guidance_weights(12, delay=4, execute_horizon=4).expand(2, -1)
+    weights = guidance_weights(HORIZON, delay=4, execute_horizon=4).expand(2, -1)
     guided = sample_guided(model, observation, _noise(), 10, Guidance(previous, weights, jacobian))
     plain = model.sample_actions(observation, _noise(), 10)
     before = (plain - previous)[:, :4].abs().mean()
@@ -90,10 +92,55 @@ def test_committed_steps_come_out_near_the_previous_chunk(model, observation, ja
 
 def test_the_full_jacobian_goes_through_the_network(model, observation):
     previous = model.sample_actions(observation, -_noise(), 10)
-    weights = guidance_weights(12, delay=4, execute_horizon=4).expand(2, -1)
+    weights = guidance_weights(HORIZON, delay=4, execute_horizon=4).expand(2, -1)
     results = [
         sample_guided(model, observation, _noise(), 10, Guidance(previous, weights, jacobian))
         for jacobian in ("full", "identity")
     ]
     assert not torch.allclose(*results, atol=1e-4)
     assert not any(p.grad is not None for p in model.parameters())
+
+
+def _weight(i: int) -> float:
+    if i < DELAY:
+        return 1.0
+    if i >= HORIZON - EXECUTE:
+        return 0.0
+    c = (HORIZON - EXECUTE - i) / (HORIZON - EXECUTE - DELAY + 1)
+    return c * (math.e**c - 1) / (math.e - 1)
+
+
+def _as_published(model, observation, noise, previous, num_steps, jacobian):
+    """From τ = 0 (noise) to 1 (actions), with the velocity in the direction of the data."""
+    with torch.no_grad():
+        cache = model.prefill(observation)
+    weights = torch.tensor([_weight(i) for i in range(HORIZON)])[None, :, None]
+    x = noise
+    for step in range(num_steps):
+        tau = step / num_steps
+
+        def clean(x, tau=tau):
+            return x - (1 - tau) * model.velocity(x, torch.full((2,), 1 - tau), cache)
+
+        error = weights * (previous - clean(x).detach())
+        correction = torch.autograd.functional.vjp(clean, x, error)[1]
+        if jacobian == "identity":
+            correction = error
+        gain = BETA
+        if tau > 0:
+            r_squared = (1 - tau) ** 2 / (tau**2 + (1 - tau) ** 2)
+            gain = min(BETA, (1 - tau) / (tau * r_squared))
+        to_data = -model.velocity(x, torch.full((2,), 1 - tau), cache).detach()
+        x = x + (to_data + gain * correction) / num_steps
+    return x
+
+
+@pytest.mark.parametrize("jacobian", ["full", "identity"])
+def test_guided_denoising_is_the_published_one(model, observation, jacobian):
+    random = torch.Generator().manual_seed(2)
+    noise, previous = torch.randn(2, 2, HORIZON, 4, generator=random)
+    weights = guidance_weights(HORIZON, DELAY, EXECUTE).expand(2, -1)
+    guidance = Guidance(previous, weights, jacobian)
+    found = sample_guided(model, observation, noise, 6, guidance)
+    expected = _as_published(model, observation, noise, previous, 6, jacobian)
+    assert torch.allclose(found, expected, atol=1e-5)

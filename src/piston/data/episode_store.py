@@ -17,7 +17,7 @@ import filelock
 import numpy as np
 import pyarrow as pa
 
-from piston.data.atomic_files import remove_leftovers, write_json
+from piston.atomic_files import remove_leftovers, write_json
 from piston.data.episode_stats import EpisodeStats, FeatureStats, column_stats
 from piston.data.features import Features, cameras
 from piston.data.parquet_tables import data_table

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from piston.data.atomic_files import replacing
+from piston.atomic_files import replacing
 from piston.data.episode_stats import EpisodeStats
 from piston.data.features import Features, cameras
 

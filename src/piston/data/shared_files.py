@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from piston.data.atomic_files import link_or_copy
+from piston.atomic_files import link_or_copy
 from piston.data.parquet_tables import concatenate_parquet
 from piston.data.video_remux import join_key, join_videos
 

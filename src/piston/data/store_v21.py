@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from piston.data.atomic_files import append_lines, publish, write_text
+from piston.atomic_files import append_lines, publish, write_text
 from piston.data.episode_stats import QUANTILES, EpisodeStats
 from piston.data.episode_store import EpisodeStore, Prepared
 from piston.data.features import Features, cameras

@@ -23,7 +23,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from piston.data.atomic_files import publish, write_json
+from piston.atomic_files import publish, write_json
 from piston.data.episode_rows import EpisodeRows, column_prefixes, slots_of
 from piston.data.episode_stats import EpisodeStats, merge_stats
 from piston.data.episode_store import RECORDING, EpisodeStore, Prepared

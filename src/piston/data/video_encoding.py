@@ -5,11 +5,14 @@ files end up. The queue between the recording loop and a thread is bounded: when
 keep up, `add` waits instead of filling memory.
 """
 
+import abc
+import contextlib
 import dataclasses
 import io
 import os
 import queue
 import threading
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from piston.data.episode_stats import frame_histogram
 
 ENCODERS = {"av1": "libsvtav1", "h264": "libx264"}
 QUEUE_FRAMES = 32
+_THREADS = Path("/proc/self/task")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +89,7 @@ def encoder_available(codec: str) -> bool:
     return ENCODERS[codec] in av.codecs_available
 
 
-class CameraThread:
+class CameraThread(abc.ABC):
     """Takes the frames of one camera and one episode; `finish` gives their histograms.
 
     An error inside the thread is raised by the next `add` or by `finish`.
@@ -134,13 +138,13 @@ class CameraThread:
             while self._queue.get() is not None:
                 pass
 
-    def _open(self) -> None:
+    @abc.abstractmethod
+    def _write(self, image: UInt8[np.ndarray, "h w 3"]) -> None: ...
+
+    def _open(self) -> None:  # noqa: B027, not every kind of file has something to open
         pass
 
-    def _write(self, image: UInt8[np.ndarray, "h w 3"]) -> None:
-        raise NotImplementedError
-
-    def _close(self) -> None:
+    def _close(self) -> None:  # noqa: B027
         pass
 
 
@@ -186,7 +190,8 @@ class VideoThread(CameraThread):
     def _write(self, image: UInt8[np.ndarray, "h w 3"]) -> None:
         frame = av.VideoFrame.from_ndarray(image, format="rgb24")
         frame.pts, frame.time_base = self._num_frames, 1 / self._fps
-        self._container.mux(self._stream.encode(frame))
+        with priority_kept() if self._num_frames == 0 else contextlib.nullcontext():
+            self._container.mux(self._stream.encode(frame))
         self._num_frames += 1
 
     def _close(self) -> None:
@@ -195,6 +200,28 @@ class VideoThread(CameraThread):
                 self._container.mux(self._stream.encode(None))
         finally:
             self._container.close()
+
+
+@contextlib.contextmanager
+def priority_kept() -> Iterator[None]:
+    """This thread, and those that start meanwhile, end with the priority that it has now.
+
+    Where the user is root, SVT-AV1 gives its threads and its caller the highest real-time priority
+    of the machine when it opens: a robot's control loop would wait for a video encoder.
+    """
+    if not _THREADS.is_dir():  # only Linux changes threads so
+        yield
+        return
+    policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
+    before = {thread.name for thread in _THREADS.iterdir()}
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, policy, parameters)
+        for thread in _THREADS.iterdir():
+            if thread.name not in before:
+                with contextlib.suppress(ProcessLookupError):  # it has ended since
+                    os.sched_setscheduler(int(thread.name), policy, parameters)
 
 
 def as_fraction(fps: float) -> Fraction:

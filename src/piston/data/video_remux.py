@@ -13,7 +13,7 @@ from typing import Any
 import av
 import numpy as np
 
-from piston.data.atomic_files import replacing
+from piston.atomic_files import replacing
 from piston.data.video_encoding import as_fraction
 
 # Codecs that an mp4 holds and that every reader of LeRobot sets can decode.

@@ -29,10 +29,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from piston import weights
+from piston.atomic_files import sync
 from piston.config import TRAIN_SECTION, TrainConfig
 from piston.serialization import to_json
 from piston.training.distributed import Processes
-from piston.training.manifest import find_damage, seal, sync
+from piston.training.manifest import find_damage, seal
 from piston.training.state import prepare_to_load, snapshot
 from piston.training.step import Trainer
 from piston.transforms.normalize import NormStats, read_norm_stats, write_norm_stats

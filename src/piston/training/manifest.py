@@ -7,9 +7,10 @@ does not fit has been damaged. Knows files; knows nothing of what is in them.
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from pathlib import Path
+
+from piston.atomic_files import sync
 
 _NAME = "manifest.json"
 _BLOCK = 2**22
@@ -37,15 +38,6 @@ def find_damage(folder: Path, *, only_sizes: bool = False) -> str | None:
     except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
         return f"it is not complete ({error})"
     return None
-
-
-def sync(path: Path) -> None:
-    """Bring a file, or a folder's list of names, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _facts(path: Path) -> dict[str, int]:

@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 
+from piston.atomic_files import write_text
 from piston.models.autoregressive import Pi0FAST
 from piston.models.configs import ModelConfig
 from piston.models.flow import Pi0
 from piston.models.lora import adapter_state_dict, load_adapter_state_dict
 from piston.weights.declared import read_json
 from piston.weights.errors import CheckpointError
-from piston.weights.saving import write_text, written_folder
+from piston.weights.saving import written_folder
 from piston.weights.tensor_file import TensorFile
 from piston.weights.tensor_writing import TensorToWrite, write_tensor_file
 

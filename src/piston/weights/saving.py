@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from piston.atomic_files import sync, write_text
 from piston.models.configs import ModelConfig
 from piston.serialization import to_json
 from piston.weights.building import build_on_meta, expected_shapes, held_dtypes, shapes_of
@@ -147,28 +147,13 @@ def written_folder(folder: Path) -> Iterator[Path]:
     fresh.mkdir(parents=True)
     try:
         yield fresh
-        _sync(fresh)
+        sync(fresh)
         if not folder.exists() or not any(folder.iterdir()):
             fresh.rename(folder)
         else:
             for path in sorted(fresh.iterdir()):
                 path.replace(folder / path.name)
-            _sync(folder)
-        _sync(folder.parent)
+            sync(folder)
+        sync(folder.parent)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
-
-
-def write_text(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

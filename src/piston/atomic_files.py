@@ -31,9 +31,9 @@ def replacing(path: Path) -> Iterator[Path]:
 def publish(temporary: Path, path: Path) -> None:
     """Flushes a finished file to disk and gives it its name."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    _flush(temporary)
+    sync(temporary)
     temporary.replace(path)
-    _flush(path.parent)  # the rename itself survives a power cut only once its folder is flushed
+    sync(path.parent)  # the rename itself survives a power cut only once its folder is flushed
 
 
 def write_text(path: Path, text: str) -> None:
@@ -80,7 +80,8 @@ def remove_leftovers(root: Path) -> None:
         leftover.unlink()
 
 
-def _flush(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Brings a file, or a folder's list of names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
