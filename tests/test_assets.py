@@ -682,25 +682,3 @@ def test_hf_offline(home: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text("{}")
     assert resolve_hf("http://127.0.0.1:9", location).returncode == 0
-
-
-# The bar
-
-
-def test_bar_only_on_a_terminal_and_only_when_it_takes_long(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with transfer.Bar("[model]") as bar:
-        bar._begun -= 10
-        bar.show(1, 10)
-    assert capsys.readouterr().err == ""
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm")
-    with transfer.Bar("[model]") as bar:
-        bar.show(1, 10)
-        assert capsys.readouterr().err == ""
-        bar._begun -= 10
-        bar.show(2_000_000, 8_000_000)
-    shown = capsys.readouterr().err
-    assert "[model]" in shown
-    assert "2.0/8.0 MB" in shown

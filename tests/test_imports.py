@@ -12,7 +12,8 @@ SOURCE = Path(piston.__file__).parent
 # A file may use what stands in an earlier row, or in its own package; never what comes later.
 ROWS = (
     ("client",),
-    ("observation", "logs", "atomic_files", "assets", "optimization", "serialization"),
+    ("logs", "progress", "atomic_files"),
+    ("observation", "assets", "optimization", "serialization"),
     ("transforms", "tokenizers", "models"),
     ("config",),
     ("robots", "weights", "data"),

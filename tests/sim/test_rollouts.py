@@ -1,5 +1,7 @@
 """Rollouts: what is asked, what is executed, and that episodes do not disturb each other."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -120,6 +122,31 @@ def test_what_cannot_be_evaluated_is_refused_and_nothing_is_replaced(
     assert run(address, *words, "--out", str(tmp_path)) == 1
     assert message in capsys.readouterr().err.replace("\n", " ")
     assert (tmp_path / "results.json").read_text() == "precious"
+
+
+def test_an_evaluation_that_breaks_keeps_the_episodes_that_ended(tmp_path, capsys, monkeypatch):
+    policy = random_policy("tiny_aloha_sim")
+    healthy = policy.infer_batch
+
+    def infer_batch(observations):
+        if any(observation.get("seed", 0) // NOISE_SEEDS == 8 for observation in observations):
+            raise RuntimeError("out of order")
+        return healthy(observations)
+
+    monkeypatch.setattr(policy, "infer_batch", infer_batch)
+    (tmp_path / "results.json").write_text("precious")
+    words = ("--num-environments", "1", "--execute-horizon", "120", "--out", str(tmp_path))
+    with running_server(policy) as server:
+        address = f"ws://127.0.0.1:{server.port}"
+        assert run(address, "--seeds", "7,8", *words) == 1
+        kept = tmp_path / "outcomes.jsonl"
+        assert f"The episodes that had ended are in {kept}" in capsys.readouterr().err
+        assert [json.loads(line)["seed"] for line in kept.read_text().splitlines()] == [7]
+        assert (tmp_path / "results.json").read_text() == "precious"
+        assert run(address, "--seeds", "9", *words) == 0
+    assert not kept.exists()
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert [one["seed"] for one in results["outcomes"]] == [9]
 
 
 def test_a_policy_of_another_robot_is_told_in_one_line(address, tmp_path, capsys):

@@ -29,7 +29,6 @@ import filelock
 import fsspec
 
 from piston.assets.transfer import (
-    Bar,
     FsspecFile,
     HttpFile,
     Interrupted,
@@ -41,6 +40,7 @@ from piston.assets.transfer import (
     size_of,
     version_of,
 )
+from piston.progress import BYTES, ProgressBar
 
 logger = logging.getLogger(__name__)
 
@@ -169,8 +169,8 @@ def _download(location: str, target: Path, force: bool) -> None:
     logger.info("Downloading %s to %s", location, target)
     scheme, _, path = location.partition("://")
     if SCHEMES[scheme].is_http:
-        with Bar(target.name) as bar:
-            fetch(HttpFile(location), target, bar, force)
+        with ProgressBar(target.name, BYTES, after=1) as bar:
+            fetch(HttpFile(location), target, bar.show, force)
         return
     files = _file_system(location, target)
 
@@ -182,8 +182,8 @@ def _download(location: str, target: Path, force: bool) -> None:
     if info["type"] == "directory":
         _download_folder(files, info["name"].rstrip("/"), target, location, force)
     else:
-        with Bar(target.name) as bar:
-            fetch(FsspecFile(files, info["name"], location), target, bar, force)
+        with ProgressBar(target.name, BYTES, after=1) as bar:
+            fetch(FsspecFile(files, info["name"], location), target, bar.show, force)
 
 
 def _file_system(location: str, target: Path) -> Any:
@@ -210,13 +210,19 @@ def _download_folder(files: Any, root: str, target: Path, location: str, force: 
         missing = [name for name in infos if not (target / name).exists()]
         there = sum(size_of(partial_of(target / name)) for name in missing)
         require_space(target, sum(infos[name]["size"] for name in missing) - there)
-        with Bar(target.name, total=sum(info["size"] for info in infos.values())) as bar:
+        total, before = sum(info["size"] for info in infos.values()), 0
+        with ProgressBar(target.name, BYTES, total, after=1) as bar:
             for name, info in sorted(infos.items()):
                 with _lock(target / name):
                     if not (target / name).is_file():
                         remote = FsspecFile(files, info["name"], f"{location}/{name}")
-                        fetch(remote, target / name, bar, force)
-                bar.done_before += info["size"]
+                        fetch(remote, target / name, _behind(bar, before), force)
+                before += info["size"]
+
+
+def _behind(bar: ProgressBar, before: int) -> Callable[[int, int | None], None]:
+    """Shows one file of a folder behind the bytes of those that are there."""
+    return lambda done, _: bar.show(before + done)
 
 
 def _by_relative_path(listing: Infos, root: str, location: str) -> Infos:

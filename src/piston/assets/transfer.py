@@ -24,8 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from rich import filesize, progress
-from rich.console import Console
+from rich import filesize
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +34,7 @@ TIMEOUT = 30.0  # seconds of silence
 SMALLEST_READ, LARGEST_READ = 2**20, 2**26
 
 T = TypeVar("T")
+Progress = Callable[[int, int | None], None]  # bytes done, of how many
 
 
 class Interrupted(Exception):
@@ -53,7 +53,7 @@ class Remote(Protocol):
     def open(self, start: int) -> contextlib.AbstractContextManager[Stream]: ...
 
 
-def fetch(remote: Remote, target: Path, bar: Bar, force: bool = False) -> None:
+def fetch(remote: Remote, target: Path, show: Progress, force: bool = False) -> None:
     """Download one file to `.partial`, going on from what is there, then put it in place."""
     if target.is_dir():
         raise IsADirectoryError(
@@ -64,7 +64,7 @@ def fetch(remote: Remote, target: Path, bar: Bar, force: bool = False) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     if force:
         partial.unlink(missing_ok=True)
-    patiently(lambda: _attempt(remote, partial, version, bar), lambda: size_of(partial))
+    patiently(lambda: _attempt(remote, partial, version, show), lambda: size_of(partial))
     partial.replace(target)
     version.unlink()
 
@@ -94,33 +94,33 @@ def patiently(attempt: Callable[[], T], reached: Callable[[], int] = lambda: 0) 
             time.sleep(wait)
 
 
-def _attempt(remote: Remote, partial: Path, version: Path, bar: Bar) -> None:
+def _attempt(remote: Remote, partial: Path, version: Path, show: Progress) -> None:
     done = size_of(partial) if version.exists() else 0
     with remote.open(done) as stream:
         if done and stream.start == done and stream.version == version.read_text():
-            _receive(stream, partial, bar)
+            _receive(stream, partial, show)
             return
         # In this order: a new version's name never stands beside old bytes.
         partial.unlink(missing_ok=True)
         version.write_text(stream.version)
         if stream.start == 0:
-            _receive(stream, partial, bar)
+            _receive(stream, partial, show)
             return
     logger.info("%s: the remote file has changed; starting afresh", partial)
     with remote.open(0) as stream:
         version.write_text(stream.version)
-        _receive(stream, partial, bar)
+        _receive(stream, partial, show)
 
 
-def _receive(stream: Stream, partial: Path, bar: Bar) -> None:
+def _receive(stream: Stream, partial: Path, show: Progress) -> None:
     done = stream.start
     require_space(partial.parent, (stream.size or done) - done)
-    bar.show(done, stream.size)
+    show(done, stream.size)
     with partial.open("ab") as file:
         for chunk in stream.chunks:
             file.write(chunk)
             done += len(chunk)
-            bar.show(done, stream.size)
+            show(done, stream.size)
         file.flush()
         os.fsync(file.fileno())
     if stream.size is not None and done != stream.size:
@@ -238,37 +238,3 @@ def version_of(info: dict[str, Any]) -> str:
     """What changes when the file does, from fsspec's description of it."""
     keys = ("etag", "ETag", "blob_id", "xet_hash", "generation", "mtime", "created")
     return f"{next((info[key] for key in keys if info.get(key)), None)} {info['size']}"
-
-
-class Bar:
-    """Bytes and speed, on a terminal, once a download takes longer than a second."""
-
-    def __init__(self, name: str, total: int | None = None) -> None:
-        self.done_before = 0  # in the files of a folder that came before this one
-        self._name, self._total, self._begun = name, total, time.monotonic()
-        self._console = Console(stderr=True)
-        self._progress: progress.Progress | None = None
-
-    def show(self, done: int, size: int | None) -> None:
-        done, total = self.done_before + done, self._total or size
-        if self._progress is None:
-            if not self._console.is_interactive or time.monotonic() - self._begun < 1:
-                return
-            columns = (
-                progress.TextColumn("{task.description}", markup=False),
-                progress.BarColumn(),
-                progress.DownloadColumn(),
-                progress.TransferSpeedColumn(),
-                progress.TimeRemainingColumn(),
-            )
-            self._progress = progress.Progress(*columns, console=self._console, transient=True)
-            self._progress.start()
-            self._task = self._progress.add_task(self._name, completed=done, total=total)
-        self._progress.update(self._task, completed=done, total=total)
-
-    def __enter__(self) -> Bar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()

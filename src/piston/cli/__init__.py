@@ -55,8 +55,8 @@ def main(args: Sequence[str] | None = None) -> int:
         if os.environ.get("PISTON_TRACEBACK"):
             raise
         return fail(error)
-    except KeyboardInterrupt:
-        return fail("Stopped.", code=130)
+    except KeyboardInterrupt as stop:
+        return fail("\n".join(["Stopped.", *getattr(stop, "__notes__", [])]), code=130)
 
 
 def _help() -> str:

@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 
 import torch
 import tyro
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from piston import presets, weights
 from piston.cli.screen import console
+from piston.progress import BYTES, ProgressBar
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -34,23 +34,13 @@ def _convert(
         dtype: Hold the large matrices in this; by default as they are stored.
         preset: Check the sizes against this preset; by default they are inferred.
     """
-    columns = (
-        TextColumn("converting"),
-        BarColumn(),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Progress(*columns, console=console(), transient=True) as bar:
-        task = bar.add_task("", total=None)
+    with ProgressBar("converting", BYTES) as bar:
         checkpoint = weights.convert(
             source,
             target,
             None if dtype is None else _DTYPES[dtype],
             config=None if preset is None else presets.get(preset).model,
-            progress=lambda done, total, name: bar.update(
-                task, completed=done, total=total, description=name
-            ),
+            progress=bar.show,
         )
     console().print(
         f"Wrote {target}: {checkpoint.config.family}, {len(checkpoint.names())} tensors, "

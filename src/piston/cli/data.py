@@ -7,7 +7,6 @@ from typing import Annotated
 
 import tyro
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from piston.cli import data_convert
@@ -16,6 +15,7 @@ from piston.data.check import check_dataset, readable_cameras, readable_episodes
 from piston.data.episodes import Problem
 from piston.data.location import locate
 from piston.data.metadata import Metadata
+from piston.progress import ProgressBar
 
 MAX_PLACES = 20
 COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
@@ -33,12 +33,8 @@ def run(args: list[str]) -> int:
 def check(args: list[str]) -> int:
     path = tyro.cli(_check_argument, args=args, prog="piston data check")
     screen = console()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=screen, transient=True) as bar:
-        task = bar.add_task("frames and rows")
-        problems = check_dataset(
-            path, progress=lambda done, total: bar.update(task, completed=done, total=total)
-        )
+    with ProgressBar("checking", "frames and rows") as bar:
+        problems = check_dataset(path, progress=bar.show)
     if problems:
         screen.print(_problem_table(problems))
     ok = usable(problems)

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from piston.cli.screen import console
 from piston.data.aloha_hdf5 import convert_aloha_hdf5
 from piston.data.convert import Conversion, convert_to_v30
 from piston.data.location import locate
+from piston.progress import ProgressBar
 
 _HDF5 = (".hdf5", ".h5")
 
@@ -41,14 +41,8 @@ class ConvertArguments:
 
 def run(args: list[str]) -> int:
     arguments = tyro.cli(ConvertArguments, args=args, prog="piston data convert")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console(), transient=True) as bar:
-        shown = bar.add_task("frames")
-
-        def progress(done: int, total: int) -> None:
-            bar.update(shown, completed=done, total=total)
-
-        conversion = _convert(arguments, progress)
+    with ProgressBar("converting", "frames") as bar:
+        conversion = _convert(arguments, bar.show)
     _tell(conversion)
     return 0
 

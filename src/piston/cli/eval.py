@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Collection
+import json
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Annotated
 
 import tyro
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from piston.cli.screen import console
 from piston.inference import load_policy
+from piston.progress import ProgressBar
 from piston.sim.rollouts import Ask, ask_policy, ask_server, evaluate
-from piston.sim.scores import Evaluation, parse_seeds
+from piston.sim.scores import Evaluation, Outcome, parse_seeds
 from piston.sim.videos import VideoWatcher
 
 
@@ -50,23 +51,17 @@ def run(args: list[str]) -> int:
     arguments = tyro.cli(EvalArguments, args=args, prog="piston eval")
     seeds = _seeds(arguments)
     watcher = VideoWatcher(arguments.out / "videos") if arguments.video else None
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[good]} succeeded"),
-        TimeRemainingColumn(),
-    )
     with contextlib.ExitStack() as stack:
         ask = _who_answers(arguments, len(seeds), stack)
-        bar = stack.enter_context(Progress(*columns, console=console(), transient=True))
-        shown = bar.add_task(arguments.task, total=len(seeds), good=0)
+        keep = stack.enter_context(_kept(arguments.out / "outcomes.jsonl"))
+        bar = stack.enter_context(ProgressBar(arguments.task, "episodes", len(seeds), after=0))
         good = 0
 
-        def told(outcome: object) -> None:
+        def told(outcome: Outcome) -> None:
             nonlocal good
-            good += bool(getattr(outcome, "success", False))
-            bar.update(shown, advance=1, good=good)
+            good += outcome.success
+            keep(outcome)
+            bar.advance(1, f"{good} succeeded")
 
         evaluation = evaluate(
             arguments.task,
@@ -80,10 +75,10 @@ def run(args: list[str]) -> int:
             watcher=watcher,
             progress=told,
         )
-    films = [] if watcher is None else watcher.written
-    _remove_others(arguments.out / "videos", films)
-    names = tuple(str(film.relative_to(arguments.out)) for film in films)
-    dataclasses.replace(evaluation, videos=names).write(arguments.out / "results.json")
+        films = [] if watcher is None else watcher.written
+        _remove_others(arguments.out / "videos", films)
+        names = tuple(str(film.relative_to(arguments.out)) for film in films)
+        dataclasses.replace(evaluation, videos=names).write(arguments.out / "results.json")
     show(evaluation, arguments.out)
     return 0
 
@@ -98,6 +93,25 @@ def _seeds(arguments: EvalArguments) -> list[int]:
     if count is not None and count > len(seeds):
         raise ValueError(f"--episodes is {count}, but --seeds names only {len(seeds)}.")
     return seeds[:count]
+
+
+@contextlib.contextmanager
+def _kept(path: Path) -> Iterator[Callable[[Outcome], None]]:
+    """Every episode is on the disk once it has ended; the file goes when the results are there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+
+    def keep(outcome: Outcome) -> None:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(dataclasses.asdict(outcome)) + "\n")
+
+    try:
+        yield keep
+    except BaseException as error:
+        if path.exists():
+            error.add_note(f"The episodes that had ended are in {path}.")
+        raise
+    path.unlink(missing_ok=True)
 
 
 def _remove_others(folder: Path, films: Collection[Path]) -> None:

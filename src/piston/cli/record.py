@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from piston.cli.demo_job import ends_with_children
 from piston.cli.screen import console
+from piston.progress import ProgressBar
 from piston.sim.recording import Recording, record
 
 
@@ -44,22 +44,15 @@ def _record(
         codec: h264 is quick to write, av1 is smaller.
     """
     began = time.monotonic()
-    columns = (
-        TextColumn(f"recording {task}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("episodes"),
-        TimeRemainingColumn(),
-    )
-    with ends_with_children(), Progress(*columns, console=console(), transient=True) as bar:
-        shown = bar.add_task("", total=episodes)
+    bar = ProgressBar(f"recording {task}", "episodes", episodes, after=0)
+    with ends_with_children(), bar:
         recorded = record(
             Recording(task, seed, pixels),
             episodes,
             out,
             workers=workers,
             codec=codec,
-            progress=lambda kept, _: bar.update(shown, completed=kept),
+            progress=lambda kept, _: bar.show(kept),
         )
     console().print(
         f"{out} holds {_count(recorded.num_episodes, 'episode', 'episodes')} of {task}: "

@@ -17,9 +17,9 @@ from piston import presets
 from piston.cli.screen import console
 from piston.config import DataConfig, TrainConfig
 from piston.data.pipeline import keys_used, open_source
-from piston.data.progress import frame_bar
 from piston.data.statistics import KeyStatistics, compute_statistics
 from piston.data.transformed_columns import TransformedColumns
+from piston.progress import ProgressBar
 from piston.transforms.normalize import constant_dimensions, write_norm_stats
 
 BARS = " ▁▂▃▄▅▆▇█"
@@ -46,8 +46,8 @@ def run(args: list[str]) -> int:
         dataset, data_config, data_config.steps_read(config.model.action_horizon)
     )
     num_frames = min(len(columns), max_frames or len(columns))
-    with frame_bar("Statistics", num_frames) as progress:
-        statistics = compute_statistics([columns], max_frames=max_frames, progress=progress)
+    with ProgressBar("statistics", "frames", num_frames) as bar:
+        statistics = compute_statistics([columns], max_frames=max_frames, progress=bar.advance)
     seconds = time.monotonic() - begun
     names = dimension_names(dataset.metadata.features, data_config, statistics)
     for key, of_key in statistics.items():

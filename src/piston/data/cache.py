@@ -36,7 +36,7 @@ from piston.data.dataset import LeRobotDataset
 from piston.data.episodes import Episode
 from piston.data.metadata import Metadata
 from piston.data.processors import num_usable_cpus
-from piston.data.progress import frame_bar
+from piston.progress import ProgressBar
 from piston.transforms.images import resize_with_pad
 
 logger = logging.getLogger(__name__)
@@ -192,13 +192,13 @@ class CachedFrames:
                     image = self._dataset.frame(row, [cache.camera])[cache.camera]
                     small = resize_with_pad(image, cache.pixels, cache.pixels)
                     writer.write(cache.starts[episode.index] + frame, small)
-                    advance(1)
+                    bar.advance(1)
                 writer.flush()
                 with marking:
                     cache.mark_built([episode])
 
         with contextlib.ExitStack() as stack:
-            advance = stack.enter_context(frame_bar("Decoding", total))
+            bar = stack.enter_context(ProgressBar("decoding", "frames", total))
             work = []
             for cache, episodes in missing.items():
                 writer = stack.enter_context(cache.open_for_writing(self.metadata.root))

@@ -10,17 +10,18 @@ Dims: d dimensions of a state or action, n frames.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from piston.data.processors import num_usable_cpus
-from piston.data.progress import Progress
 from piston.data.quantiles import Brackets, Moments, QuantileSearch, Tails, Values
 from piston.data.transformed_columns import STATISTICS_KEYS, TransformedColumns
 from piston.transforms.normalize import EPSILON, NormStats
+
+Progress = Callable[[int], None]  # told how many more frames are done
 
 # Numbers per block: enough that Python is not what takes time, few enough to stay in a cache.
 BLOCK_VALUES = 2**20

@@ -1,0 +1,65 @@
+"""Progress: a bar on a terminal, lines in a log, nothing where it is quick."""
+
+import logging
+
+import pytest
+
+from piston import progress
+from piston.progress import BYTES, ProgressBar
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+
+
+@pytest.mark.usefixtures("terminal")
+def test_a_bar_on_a_terminal_once_it_takes_long(capsys) -> None:
+    with ProgressBar("[model]", BYTES, after=1) as bar:
+        bar.show(1, 10)
+        assert capsys.readouterr().err == ""
+        bar._begun -= 10
+        bar.show(2_000_000, 8_000_000, "vision.weight")
+    shown = capsys.readouterr().err
+    assert "[model]" in shown
+    assert "2.0/8.0 MB" in shown
+    assert "vision.weight" in shown
+
+
+@pytest.mark.usefixtures("terminal")
+def test_slow_work_has_its_bar_from_the_beginning(capsys) -> None:
+    with ProgressBar("eval", "episodes", 50, after=0) as bar:
+        bar._bar.refresh()
+        assert " 0/50" in capsys.readouterr().err
+        bar.advance(2, "1 succeeded")
+        bar._bar.refresh()
+        shown = capsys.readouterr().err
+    assert " 2/50" in shown
+    assert "episodes" in shown
+    assert "1 succeeded" in shown
+
+
+def test_a_log_gets_a_line_now_and_then(caplog, capsys) -> None:
+    caplog.set_level(logging.INFO)
+    with ProgressBar("eval", "episodes", 50, after=0) as bar:
+        bar.show(10)  # an earlier attempt
+        bar.advance(10)
+        assert caplog.messages == []  # not half a minute yet
+        bar._begun -= 60
+        bar._logged -= 60
+        bar.advance(5, "24 succeeded")
+        bar.advance(1, "25 succeeded")
+    # 15 episodes in a minute: 25 more take 100 seconds.
+    assert caplog.messages == ["eval: 25 of 50 episodes, 0:01:40 left, 24 succeeded"]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_log_tells_bytes_and_what_has_no_end(monkeypatch, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(progress, "LOG_INTERVAL", 0.0)
+    with ProgressBar("model", BYTES) as bar:
+        bar.show(2_000_000)
+        bar.show(4_000_000, 4_000_000)
+    assert caplog.messages == ["model: 2.0 MB", "model: 4.0 MB of 4.0 MB, 0:00:00 left"]
