@@ -16,9 +16,10 @@ from piston.serving import Server, ServerConfig, running_server
 
 
 def test_metadata_comes_first(start, connect, policy):
-    metadata = connect(start(policy)).get_server_metadata()
+    metadata = connect(start(policy, name="runs/first/100")).get_server_metadata()
     assert metadata["reset_pose"] == policy.metadata["reset_pose"]
     assert metadata["piston"]["protocol"] == 1
+    assert metadata["piston"]["name"] == "runs/first/100"
 
 
 def test_many_inferences_with_images_of_mixed_sizes(start, connect, policy, observe):

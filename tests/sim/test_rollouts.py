@@ -7,7 +7,7 @@ import pytest
 
 from piston.cli import main
 from piston.inference.loading import random_policy
-from piston.serving import running_server
+from piston.serving import ServerConfig, running_server
 from piston.sim.aloha_experts import plan_transfer
 from piston.sim.catalog import make_environment
 from piston.sim.environment import RECORDING_SEEDS
@@ -136,7 +136,7 @@ def test_an_evaluation_that_breaks_keeps_the_episodes_that_ended(tmp_path, capsy
     monkeypatch.setattr(policy, "infer_batch", infer_batch)
     (tmp_path / "results.json").write_text("precious")
     words = ("--num-environments", "1", "--execute-horizon", "120", "--out", str(tmp_path))
-    with running_server(policy) as server:
+    with running_server(policy, ServerConfig(port=0, name="broken/one")) as server:
         address = f"ws://127.0.0.1:{server.port}"
         assert run(address, "--seeds", "7,8", *words) == 1
         kept = tmp_path / "outcomes.jsonl"
@@ -147,6 +147,7 @@ def test_an_evaluation_that_breaks_keeps_the_episodes_that_ended(tmp_path, capsy
     assert not kept.exists()
     results = json.loads((tmp_path / "results.json").read_text())
     assert [one["seed"] for one in results["outcomes"]] == [9]
+    assert results["policy"] == f"{address} (broken/one)"
 
 
 def test_a_policy_of_another_robot_is_told_in_one_line(address, tmp_path, capsys):

@@ -52,7 +52,7 @@ def run(args: list[str]) -> int:
     seeds = _seeds(arguments)
     watcher = VideoWatcher(arguments.out / "videos") if arguments.video else None
     with contextlib.ExitStack() as stack:
-        ask = _who_answers(arguments, len(seeds), stack)
+        ask, policy_name = _who_answers(arguments, len(seeds), stack)
         keep = stack.enter_context(_kept(arguments.out / "outcomes.jsonl"))
         bar = stack.enter_context(ProgressBar(arguments.task, "episodes", len(seeds), after=0))
         good = 0
@@ -68,7 +68,7 @@ def run(args: list[str]) -> int:
             ask,
             seeds,
             execute_horizon=arguments.execute_horizon,
-            policy_name=arguments.policy,
+            policy_name=policy_name,
             num_environments=arguments.num_environments,
             pixels=arguments.pixels,
             opposite=arguments.opposite,
@@ -121,17 +121,20 @@ def _remove_others(folder: Path, films: Collection[Path]) -> None:
             path.unlink()
 
 
-def _who_answers(arguments: EvalArguments, num_episodes: int, stack: contextlib.ExitStack) -> Ask:
+def _who_answers(
+    arguments: EvalArguments, num_episodes: int, stack: contextlib.ExitStack
+) -> tuple[Ask, str]:
     if arguments.policy.startswith(("ws://", "wss://")):
         connections = min(arguments.num_environments, num_episodes)
         return stack.enter_context(ask_server(arguments.policy, connections))
-    return ask_policy(load_policy(arguments.policy))
+    return ask_policy(load_policy(arguments.policy)), arguments.policy
 
 
 def show(evaluation: Evaluation, out: Path) -> None:
     sentence = ", asked for the opposite" if evaluation.opposite else ""
-    title = f"{evaluation.task}, {evaluation.policy}{sentence}"
-    table = Table(title=title, title_justify="left")
+    screen = console()
+    screen.print(f"{evaluation.task}, {evaluation.policy}{sentence}", soft_wrap=True, markup=False)
+    table = Table()
     table.add_column("")
     table.add_column("successes (95 % interval)", justify="right")
     table.add_row("fulfilled at some time", str(evaluation.success))
@@ -140,7 +143,6 @@ def show(evaluation: Evaluation, out: Path) -> None:
     if len(per_prompt) > 1:
         for prompt, rate in per_prompt.items():
             table.add_row(f"  {prompt}", str(rate))
-    screen = console()
     screen.print(table)
     failed = [str(outcome.seed) for outcome in evaluation.outcomes if not outcome.success]
     screen.print(f"failed seeds: {', '.join(failed) or 'none'}")

@@ -57,7 +57,7 @@ def run(args: list[str]) -> int:
     logger.info("%s on %s", policy.model.config.family, policy.device)
     with contextlib.ExitStack() as stack:
         served: Policy | RecordingPolicy = policy
-        server = arguments.server
+        server = dataclasses.replace(arguments.server, name=_name(arguments))
         if arguments.record is not None:
             served = RecordingPolicy(policy, arguments.record, arguments.record_fps or 10.0)
             stack.callback(served.close)
@@ -68,6 +68,11 @@ def run(args: list[str]) -> int:
         logging.shutdown()
         os._exit(0)
     return 0
+
+
+def _name(arguments: ServeArguments) -> str | None:
+    weights = "random weights" if arguments.random_weights else arguments.checkpoint
+    return arguments.server.name or weights
 
 
 def _check(arguments: ServeArguments) -> None:

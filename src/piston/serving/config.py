@@ -15,6 +15,8 @@ class ServerConfig:
     host: str = "127.0.0.1"
     # 0 takes any free port.
     port: int = 8000
+    # What clients are told that they talk to; `piston serve` says the checkpoint.
+    name: str | None = None
     # Clients send it as `Authorization: Api-Key …`; without one everybody may connect.
     api_key: str | None = dataclasses.field(default=None, repr=False)
     # Both, or neither; with them clients connect to wss://.

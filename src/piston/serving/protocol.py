@@ -1,6 +1,6 @@
 """What server and client say to each other, as values; the bytes are `piston.client.codec`'s.
 
-    server → client   metadata, once: the policy's own keys and "piston": {"version", "protocol"}
+    server → client   metadata, once: the policy's own keys, and "piston": version, protocol, name
     client → server   an observation, in the robot's own keys, and "request_id" (int) if it likes
     server → client   the policy's result with "server_timing", and "request_id" if there was one
 
@@ -79,8 +79,8 @@ def message_limits(max_bytes: int) -> Limits:
     return Limits(max_bytes=max_bytes, max_depth=_MAX_DEPTH, max_values=_MAX_VALUES)
 
 
-def encode_metadata(metadata: Mapping[str, Any]) -> bytes:
-    about = {"version": importlib.metadata.version("piston"), "protocol": VERSION}
+def encode_metadata(metadata: Mapping[str, Any], name: str | None = None) -> bytes:
+    about = {"version": importlib.metadata.version("piston"), "protocol": VERSION, "name": name}
     return pack({**metadata, "piston": about})
 
 

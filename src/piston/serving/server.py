@@ -122,7 +122,7 @@ class Server:
         self.ready = threading.Event()
         self._config = config
         self._warm_up = warm_up
-        self._metadata = protocol.encode_metadata(policy.metadata)
+        self._metadata = protocol.encode_metadata(policy.metadata, config.name)
         self._limits = protocol.message_limits(config.max_message_bytes)
         self._batcher = Batcher(
             policy,

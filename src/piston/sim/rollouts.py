@@ -56,8 +56,11 @@ def ask_policy(policy: BatchPolicy) -> Ask:
 
 
 @contextmanager
-def ask_server(uri: str, connections: int) -> Iterator[Ask]:
-    """Every environment as a robot of its own: the server sees as many clients."""
+def ask_server(uri: str, connections: int) -> Iterator[tuple[Ask, str]]:
+    """Every environment as a robot of its own: the server sees as many clients.
+
+    Gives also what is asked, in words: the address and, where the server says it, the policy.
+    """
     clients = [Client(uri) for _ in range(connections)]
     pool = ThreadPoolExecutor(connections)
 
@@ -69,7 +72,8 @@ def ask_server(uri: str, connections: int) -> Iterator[Ask]:
             raise ValueError(f"{uri} refused an observation: {error}") from error
 
     try:
-        yield ask
+        name = clients[0].metadata.get("piston", {}).get("name")
+        yield ask, f"{uri} ({name})" if name else uri
     finally:
         pool.shutdown()
         for client in clients:
