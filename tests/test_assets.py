@@ -476,6 +476,41 @@ def test_folder(home: Path) -> None:
 
 
 @pytest.mark.usefixtures("bucket")
+def test_files_of_a_folder_come_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    all_begun = threading.Barrier(len(ALL), timeout=20)
+
+    def wait_for_the_others(_: str, start: int) -> bool:
+        if start == 0:
+            all_begun.wait()
+        return False
+
+    monkeypatch.setattr(Bucket, "fail_at", wait_for_the_others)
+    assert finished(assets.resolve("bucket://things/model")) == expected(*ALL)
+
+
+@pytest.mark.usefixtures("bucket")
+def test_a_file_that_fails_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They keep what they have, for the next time."""
+    failed = threading.Event()
+
+    def deny(path: str, start: int) -> bool:
+        if path.endswith("a"):
+            failed.set()
+            raise PermissionError("not yours")
+        if path.endswith("b") and start == 3000:
+            assert failed.wait(20)
+            time.sleep(0.2)
+        return False
+
+    monkeypatch.setattr(Bucket, "fail_at", deny)
+    with pytest.raises(PermissionError, match="not yours"):
+        assets.resolve("bucket://things/model")
+    folder = assets.home() / "assets/bucket/things/model"
+    assert (folder / "params/deep/b.partial").stat().st_size == 7000
+    assert ("/things/model/params/deep/b", 7000) not in Bucket.reads
+
+
+@pytest.mark.usefixtures("bucket")
 def test_part_of_a_folder_is_not_the_folder() -> None:
     one = assets.resolve("bucket://things/model/params/a")
     os.utime(one, (0, 0))

@@ -19,9 +19,11 @@ import logging
 import os
 import re
 import shlex
+import threading
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 COMPLETE = ".piston-complete"
 INCOMPLETE = ".piston-incomplete"
+FILES_AT_ONCE = 8
 
 Infos = dict[str, dict[str, Any]]  # fsspec's description of each file
 
@@ -210,19 +213,40 @@ def _download_folder(files: Any, root: str, target: Path, location: str, force: 
         missing = [name for name in infos if not (target / name).exists()]
         there = sum(size_of(partial_of(target / name)) for name in missing)
         require_space(target, sum(infos[name]["size"] for name in missing) - there)
-        total, before = sum(info["size"] for info in infos.values()), 0
-        with ProgressBar(target.name, BYTES, total, after=1) as bar:
-            for name, info in sorted(infos.items()):
-                with _lock(target / name):
-                    if not (target / name).is_file():
-                        remote = FsspecFile(files, info["name"], f"{location}/{name}")
-                        fetch(remote, target / name, _behind(bar, before), force)
-                before += info["size"]
+        _fetch_all(files, infos, target, location, force)
 
 
-def _behind(bar: ProgressBar, before: int) -> Callable[[int, int | None], None]:
-    """Shows one file of a folder behind the bytes of those that are there."""
-    return lambda done, _: bar.show(before + done)
+def _fetch_all(files: Any, infos: Infos, target: Path, location: str, force: bool) -> None:
+    """Several files at a time: a checkpoint has hundreds, and most of them are small."""
+    done = dict.fromkeys(infos, 0)
+    stopped = threading.Event()
+    bar = ProgressBar(target.name, BYTES, sum(i["size"] for i in infos.values()), after=1)
+
+    def fetch_one(name: str) -> None:
+        def show(num_bytes: int, _: int | None) -> None:
+            if stopped.is_set():
+                raise _Stopped
+            done[name] = num_bytes
+            bar.show(sum(done.values()))
+
+        with _lock(target / name):
+            if not (target / name).is_file():
+                remote = FsspecFile(files, infos[name]["name"], f"{location}/{name}")
+                fetch(remote, target / name, show, force)
+        done[name] = infos[name]["size"]
+
+    with bar, ThreadPoolExecutor(FILES_AT_ONCE) as pool:
+        try:
+            for _ in pool.map(fetch_one, sorted(infos)):
+                pass
+        except BaseException:
+            stopped.set()
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+class _Stopped(Exception):
+    """Another file of the folder failed, or the user has stopped it."""
 
 
 def _by_relative_path(listing: Infos, root: str, location: str) -> Infos:
