@@ -491,15 +491,17 @@ def test_files_of_a_folder_come_side_by_side(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.usefixtures("bucket")
 def test_a_file_that_fails_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """They keep what they have, for the next time."""
-    failed = threading.Event()
+    half_done, failed = threading.Event(), threading.Event()
 
     def deny(path: str, start: int) -> bool:
         if path.endswith("a"):
+            assert half_done.wait(20)
             failed.set()
             raise PermissionError("not yours")
         if path.endswith("b") and start == 3000:
+            half_done.set()
             assert failed.wait(20)
-            time.sleep(0.2)
+            time.sleep(0.5)
         return False
 
     monkeypatch.setattr(Bucket, "fail_at", deny)
