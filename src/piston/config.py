@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import difflib
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -63,6 +64,12 @@ class DataConfig:
     repo_id: str | None = None
     # Which of its episodes: "0:50", "3,7,9-12", or all but some: "!7".
     episodes: str | None = None
+    # Further sets of the same robot ("owner/name", a folder, with episodes "folder#0:50"), and how
+    # often each is drawn, this one first; without: as often as it has frames.
+    more_sets: tuple[str, ...] = ()
+    set_shares: tuple[float, ...] = ()
+    # Which of several sets this is the pipeline of.
+    set_index: int = 0
     assets_dir: str | None = None
     asset_id: str | None = None
     norm_stats: Mapping[str, NormStats] | None = None
@@ -93,6 +100,13 @@ class DataConfig:
                 f"--data.norm-floor is {self.norm_floor} and --data.action-stride "
                 f"{self.action_stride}; expected at least 0 and 1."
             )
+        if self.set_shares and len(self.set_shares) != 1 + len(self.more_sets):
+            raise ValueError(
+                f"--data.set-shares has {len(self.set_shares)} numbers for the data set and "
+                f"{len(self.more_sets)} in --data.more-sets; expected one for each, or none."
+            )
+        if not all(0 < share < math.inf for share in self.set_shares):
+            raise ValueError(f"--data.set-shares is {self.set_shares}; each must be above 0.")
         if self.asset_id is not None:
             path = Path(self.asset_id)
             if path.is_absolute() or ".." in path.parts:
@@ -119,6 +133,19 @@ class DataConfig:
             raise FileNotFoundError(_unknown_asset(Path(self.assets_dir), self.asset_id, preset))
         stats = read_norm_stats(asset_files.resolve(location))
         return dataclasses.replace(self, norm_stats=stats)
+
+    def each_set(self) -> tuple[DataConfig, ...]:
+        """A pipeline for each data set, with the same transforms and statistics."""
+        alone = dataclasses.replace(self, more_sets=(), set_shares=())
+        others = []
+        for number, text in enumerate(self.more_sets, start=1):
+            name, _, episodes = text.partition("#")
+            others.append(
+                dataclasses.replace(
+                    alone, repo_id=name, episodes=episodes or None, set_index=number
+                )
+            )
+        return (alone, *others)
 
     def steps_read(self, horizon: int) -> int:
         """Steps of the data set that a chunk of the model spans."""
@@ -184,6 +211,10 @@ class DataConfigFactory(abc.ABC):
     repo_id: str = tyro.MISSING
     # Which of its episodes: 0:50 or 3,7,9-12, without some: !7; None: all.
     episodes: str | None = None
+    # Further data sets of the same robot to train on as well; of some episodes: folder#0:50
+    more_sets: tuple[str, ...] = ()
+    # How often each set is drawn, the first one first, e.g. 2 1; by default by its frames.
+    set_shares: tuple[float, ...] = ()
     # Where its statistics are.
     assets: AssetsConfig = AssetsConfig()
     # The prompt is the text of the frame's task in the data set.
@@ -203,6 +234,8 @@ class DataConfigFactory(abc.ABC):
         return DataConfig(
             repo_id=repo_id,
             episodes=self.episodes,
+            more_sets=self.more_sets,
+            set_shares=self.set_shares,
             assets_dir=self.assets.assets_dir or str(assets_dirs),
             asset_id=self.assets.asset_id or _asset_name(repo_id),
             model_transforms=ModelTransformFactory(self.default_prompt)(model_config),
@@ -334,7 +367,7 @@ class TrainConfig:
     mask_padded_steps: bool = False
     # Leave action dimensions that the robot does not have out of the loss.
     mask_padded_dims: bool = False
-    # Episodes held out of training to validate on; 0: none.
+    # Episodes of each data set held out of training to validate on; 0: none.
     validation_episodes: int = 0
     # Steps between validations.
     validation_interval: int = 1_000

@@ -16,7 +16,7 @@ from piston import presets
 from piston.data.batches import collate
 from piston.data.loader import Loader
 from piston.data.order import Order
-from piston.data.pipeline import open_training_data
+from piston.data.pipeline import FakeDataset
 from piston.data.subsets import WeightedMixture
 from piston.data.workers import WorkerError, Workers
 from piston.observation import Observation
@@ -245,7 +245,7 @@ def test_data_that_cannot_be_pickled_says_what_to_do(samples):
 
 
 def test_ranks_share_the_batches_of_a_run():
-    data = open_training_data(presets.get("debug"))
+    data = FakeDataset(presets.get("debug").model)
     alone = Loader(data, Order(data, 4, seed=7))
     ranks = [Loader(data, Order(data, 4, seed=7, rank=rank, world_size=2)) for rank in range(2)]
     for _ in range(2):
@@ -263,6 +263,7 @@ import sys, time
 from worker_samples import Numbers
 from piston.data.loader import Loader
 from piston.data.order import Order
+from piston.data.pipeline import FakeDataset
 
 if __name__ == "__main__":
     data = Numbers(1000)

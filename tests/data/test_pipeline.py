@@ -1,14 +1,11 @@
 """What the model sees of a frame: every transform in its order, errors with their place."""
 
-import dataclasses
 import pickle
-from typing import ClassVar
 
 import numpy as np
 import pytest
 
 from piston import presets
-from piston.config import DataConfig, DataConfigFactory, TrainConfig
 from piston.data.batches import collate
 from piston.data.pipeline import (
     FakeDataset,
@@ -119,19 +116,11 @@ def test_it_travels_to_workers(folder):
     np.testing.assert_array_equal(copy[5]["actions"], data[5]["actions"])
 
 
-@dataclasses.dataclass(frozen=True)
-class ThreeJoints(DataConfigFactory):
-    robot: ClassVar[str] = "three joints"
-
-    def create(self, assets_dirs, model_config) -> DataConfig:  # noqa: ARG002
-        return data_config(self.repo_id, norm_stats=data_config("").norm_stats)
-
-
 def test_a_run_opens_its_data_with_and_without_cache(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("PISTON_HOME", str(tmp_path))
-    config = TrainConfig(name="mine", model=MODEL, data=ThreeJoints(repo_id=str(folder.root)))
-    plain = open_training_data(config, episodes=[0, 2])
-    cached = open_training_data(config, episodes=[0, 2], cache_frames=True)
+    config = data_config(folder.root)
+    plain = open_training_data(config, MODEL, episodes=[0, 2])
+    cached = open_training_data(config, MODEL, episodes=[0, 2], cache_frames=True)
     assert len(plain) == len(cached) == 27
     for index in range(27):
         one, other = plain[index], cached[index]
@@ -155,7 +144,7 @@ def test_a_robot_that_crops_cannot_use_the_cache(folder):
 @pytest.mark.parametrize("name", ["debug", "debug_pi05", "debug_fast"])
 def test_fake_samples_have_the_models_shapes(name):
     config = presets.get(name)
-    data = open_training_data(config)
+    data = open_training_data(config.data_config(), config.model)
     assert isinstance(data, FakeDataset)
     model, sample = config.model, data[3]
     assert set(sample["image"]) == set(sample["image_mask"]) == set(model.cameras)

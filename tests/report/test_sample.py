@@ -29,7 +29,8 @@ def test_the_sample_was_held_out_and_is_what_the_model_is_given(looked_at, run):
     sample, _, _ = looked_at
     assert sample.held_out
     assert sample.frame == cases.NUM_FRAMES // 4
-    samples = open_training_data(read_run(run).config)
+    config = read_run(run).config
+    samples = open_training_data(config.data_config().with_norm_stats(), config.model)
     seen = samples[sample.episode * cases.NUM_FRAMES + sample.frame]
     found = sample.seen_by_model
     for key in ("state", "actions", "tokenized_prompt", "tokenized_prompt_mask", "action_is_pad"):

@@ -26,16 +26,19 @@ FEATURES = {
 }
 
 
-def record(folder: Path, *, episodes: int, frames: int) -> None:
+def record(
+    folder: Path, *, episodes: int, frames: int, fps: float = 10, state_dim: int = 8
+) -> None:
     random = np.random.default_rng(0)
-    with Recorder(folder, fps=10, features=FEATURES) as recorder:
+    state = {**FEATURES["state"], "shape": (state_dim,)}
+    with Recorder(folder, fps=fps, features={**FEATURES, "state": state}) as recorder:
         for episode in range(episodes):
             for _ in range(frames):
                 pictures = random.integers(256, size=(2, PIXELS, PIXELS, 3), dtype=np.uint8)
                 frame = {
                     "image": pictures[0],
                     "wrist_image": pictures[1],
-                    "state": random.normal(size=8).astype(np.float32),
+                    "state": random.normal(size=state_dim).astype(np.float32),
                     "actions": random.normal(size=7).astype(np.float32),
                 }
                 recorder.add_frame(frame, task=f"put the cup on plate {episode}")

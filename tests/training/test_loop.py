@@ -220,7 +220,7 @@ def _spoil(monkeypatch, bad):
         pass
 
     Some.bad = bad
-    monkeypatch.setattr(loop, "open_training_data", lambda config, **_: Some(config.model))
+    monkeypatch.setattr(loop, "open_training_data", lambda _, model, **__: Some(model))
 
 
 def test_steps_that_are_not_finite_are_skipped_and_told_of(tmp_path, monkeypatch, caplog):

@@ -93,7 +93,7 @@ def test_what_was_learned_is_saved_before_an_error_of_the_data(
     bad = seen[4][1][2]
     with monkeypatch.context() as patched:
         patched.setattr(Unreadable, "bad", {bad})
-        patched.setattr(loop, "open_training_data", lambda config, **_: Unreadable(config.model))
+        patched.setattr(loop, "open_training_data", lambda _, model, **__: Unreadable(model))
         with pytest.raises(ValueError, match=f"sample {bad} cannot be decoded") as failed:
             train_loop(tiny(tmp_path, **changes))
     (advice,) = failed.value.__notes__

@@ -16,7 +16,7 @@ from rich.table import Table
 from piston import presets
 from piston.cli.screen import console
 from piston.config import DataConfig, TrainConfig
-from piston.data.pipeline import keys_used, open_source
+from piston.data.pipeline import keys_used, open_sources
 from piston.data.statistics import KeyStatistics, compute_statistics
 from piston.data.transformed_columns import TransformedColumns
 from piston.progress import ProgressBar
@@ -41,23 +41,26 @@ def run(args: list[str]) -> int:
     data_config = config.data_config()
     folder = _folder(config, data_config)
     begun = time.monotonic()
-    dataset = open_source(data_config, config.model)
-    columns = TransformedColumns(
-        dataset, data_config, data_config.steps_read(config.model.action_horizon)
-    )
-    num_frames = min(len(columns), max_frames or len(columns))
+    datasets = open_sources(data_config, config.model)
+    steps = data_config.steps_read(config.model.action_horizon)
+    columns = [
+        TransformedColumns(dataset, one, steps)
+        for dataset, one in zip(datasets, data_config.each_set())
+    ]
+    num_all = sum(map(len, columns))
+    num_frames = min(num_all, max_frames or num_all)
     with ProgressBar("statistics", "frames", num_frames) as bar:
-        statistics = compute_statistics([columns], max_frames=max_frames, progress=bar.advance)
+        statistics = compute_statistics(columns, max_frames=max_frames, progress=bar.advance)
     seconds = time.monotonic() - begun
-    names = dimension_names(dataset.metadata.features, data_config, statistics)
+    names = dimension_names(datasets[0].metadata.features, data_config, statistics)
     for key, of_key in statistics.items():
         console().print(_table(key, of_key, names[key]))
     for warning in warnings(statistics, names, data_config):
         console().print(f"[yellow]warning:[/yellow] {warning}", highlight=False)
     path = write_norm_stats(folder, {key: s.norm_stats for key, s in statistics.items()})
     console().print(
-        f"{num_frames:,} of {len(columns):,} frames in {seconds:.1f} s; "
-        f"{precision(num_frames, len(columns))}. Written: {path}",
+        f"{num_frames:,} of {num_all:,} frames in {seconds:.1f} s; "
+        f"{precision(num_frames, num_all)}. Written: {path}",
         highlight=False,
         soft_wrap=True,
     )

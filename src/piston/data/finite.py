@@ -10,8 +10,7 @@ import numpy as np
 
 from piston.config import DataConfig
 from piston.data.dataset import LeRobotDataset
-from piston.data.pipeline import keys_used
-from piston.data.subsets import without_episodes
+from piston.data.pipeline import keys_used, leave_out
 from piston.data.transformed_columns import TransformedColumns
 
 # Episodes that a message lists, and frames of each that are looked at after the transforms.
@@ -35,7 +34,7 @@ def require_finite(dataset: LeRobotDataset, config: DataConfig, horizon: int) ->
         raise ValueError(
             f"States or actions of {config.repo_id} are NaN or infinite: "
             f"{', '.join(listed[:_SHOWN])}{more}. Leave out what cannot be repaired: "
-            f"--data.episodes '{without_episodes(config.episodes, found)}'"
+            f"{leave_out(config, found)}"
         )
 
 

@@ -11,17 +11,17 @@ Dims: h horizon, a action dim, s state dim, l prompt length.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
 
-from piston.config import DataConfig, TrainConfig
+from piston.config import DataConfig
 from piston.data.cache import CachedFrames
 from piston.data.dataset import LeRobotDataset, open_dataset
 from piston.data.location import locate
 from piston.data.metadata import Metadata
-from piston.data.subsets import EpisodeChoice, Samples, choose_episodes
+from piston.data.subsets import EpisodeChoice, Samples, choose_episodes, without_episodes
 from piston.models.configs import ModelConfig, Pi0FASTConfig
 from piston.transforms.base import Data, Transform, compose
 from piston.transforms.keys import RepackTransform, flatten_dict
@@ -40,7 +40,7 @@ MODEL_KEYS = (
     "token_ar_mask",
     "token_loss_mask",
 )
-PLACE_KEYS = ("episode_index", "frame_index", "index")
+PLACE_KEYS = ("set_index", "episode_index", "frame_index", "index")
 
 
 class Items(Protocol):
@@ -54,26 +54,57 @@ class Items(Protocol):
 
 
 def open_training_data(
-    config: TrainConfig,
+    config: DataConfig,
+    model: ModelConfig,
     *,
     episodes: EpisodeChoice = None,
     cache_frames: bool = False,
 ) -> Samples:
-    """What a run trains on, statistics included. `cache_frames` builds the cache where needed."""
-    data_config = config.data_config().with_norm_stats(config.name)
-    if data_config.fake:
-        return FakeDataset(config.model)
-    dataset = open_source(data_config, config.model, episodes=episodes)
-    plain = TrainingData(dataset, data_config)
+    """What a model sees of one data set. `cache_frames` builds the cache where needed."""
+    if config.fake:
+        return FakeDataset(model)
+    dataset = open_source(config, model, episodes=episodes)
+    plain = TrainingData(dataset, config)
     if not cache_frames:
         return plain
     same = [episode.index for episode in dataset.episodes]
-    numbers = open_source(data_config, config.model, episodes=same, images=False)
-    frames = CachedFrames(dataset, numbers, config.model.image_size)
+    numbers = open_source(config, model, episodes=same, images=False)
+    frames = CachedFrames(dataset, numbers, model.image_size)
     frames.build()
-    cached = TrainingData(frames, data_config)
+    cached = TrainingData(frames, config)
     check_cache(plain, cached)
     return cached
+
+
+def open_sources(config: DataConfig, model: ModelConfig) -> list[LeRobotDataset]:
+    """All data sets of a pipeline. They have to be of one robot, at one rate."""
+    first, *others = (open_source(one, model) for one in config.each_set())
+    expected = _robot_of(first, config)
+    for other, one in zip(others, config.each_set()[1:]):
+        found = _robot_of(other, config)
+        if differences := [
+            f"{what} is {found[what]} there, {expected[what]} in {config.repo_id}"
+            for what in expected.keys() & found.keys()  # what is missing is told by who needs it
+            if found[what] != expected[what]
+        ]:
+            raise ValueError(
+                f"{one.repo_id} was not recorded like {config.repo_id}: {'; '.join(differences)}. "
+                "Sets that are trained on together share the robot's transforms and one control "
+                "rate; convert the one that differs, or leave it out of --data.more-sets."
+            )
+    return [first, *others]
+
+
+def _robot_of(dataset: LeRobotDataset, config: DataConfig) -> dict[str, Any]:
+    """What the pipeline relies on, in words. Cameras may have any size."""
+    used = keys_used(config)
+    features = dataset.metadata.features.values()
+    shapes = {
+        f"the shape of {feature.name!r}": feature.shape
+        for feature in features
+        if not feature.is_camera and (used is None or feature.name in used)
+    }
+    return {"the rate (fps)": dataset.metadata.fps, **shapes}
 
 
 def open_source(
@@ -94,6 +125,18 @@ def open_source(
         episodes=_chosen(metadata, config, episodes),
         cameras=_cameras_used(metadata, config) if images else (),
     )
+
+
+def leave_out(config: DataConfig, episodes: Iterable[int | str]) -> str:
+    """The option that leaves these episodes out as well, for a message."""
+    episodes = list(episodes)
+    choice = without_episodes(config.episodes, episodes)
+    if config.set_index:
+        return f"'{config.repo_id}#{choice}' in --data.more-sets"
+    option = f"--data.episodes '{choice}'"
+    if config.more_sets:  # it may be any of them
+        option += f", or 'SET#{without_episodes(None, episodes)}' in --data.more-sets"
+    return option
 
 
 def _chosen(metadata: Metadata, config: DataConfig, episodes: EpisodeChoice) -> EpisodeChoice:
@@ -128,7 +171,7 @@ class TrainingData:
 
     def __init__(self, dataset: Items, config: DataConfig) -> None:
         self._dataset = dataset
-        self._name = str(config.repo_id)
+        self._name, self._set_index = str(config.repo_id), config.set_index
         tasks: tuple[Transform, ...] = ()
         if config.prompt_from_task:
             tasks = (PromptFromItem(PromptFromLeRobotTask(dataset.metadata.tasks)),)
@@ -143,7 +186,8 @@ class TrainingData:
         try:
             padding = np.asarray(item[self._padding])
             sample = self._transform({**item, PADDING_KEY: padding})
-            return _checked(sample, padding) | {key: np.int64(item[key]) for key in PLACE_KEYS}
+            place = {**item, "set_index": self._set_index}
+            return _checked(sample, padding) | {key: np.int64(place[key]) for key in PLACE_KEYS}
         except Exception as error:
             error.add_note(
                 f"in frame {item['frame_index']} of episode {item['episode_index']} of {self._name}"
@@ -219,7 +263,8 @@ class FakeDataset:
             "actions": random.uniform(-1, 1, chunk).astype(np.float32),
             PADDING_KEY: np.zeros(model.action_horizon, bool),
             **self._prompt(random),
-            **dict.fromkeys(PLACE_KEYS, np.int64(index)) | {"episode_index": np.int64(0)},
+            **dict.fromkeys(PLACE_KEYS, np.int64(0))
+            | dict.fromkeys(("frame_index", "index"), np.int64(index)),
         }
 
     def _prompt(self, random: np.random.Generator) -> Mapping[str, np.ndarray]:

@@ -239,6 +239,13 @@ class WeightedMixture:
         return row[begin - passes[0] * size :][:count]
 
 
+def mixed(datasets: Sequence[Samples], shares: Sequence[float] = ()) -> Samples:
+    """One data set as it is, several as a mixture; without shares every sample counts the same."""
+    if len(datasets) == 1:
+        return datasets[0]
+    return WeightedMixture(datasets, shares or [len(dataset) for dataset in datasets])
+
+
 def shuffled(count: int, *key: int) -> Int64[np.ndarray, " count"]:
     """0 … count − 1 in an order that depends on the key alone.
 

@@ -6,6 +6,7 @@ other files of this folder.
 
 from __future__ import annotations
 
+import functools
 import logging
 import signal
 import time
@@ -22,8 +23,8 @@ from piston.data.batches import Batch
 from piston.data.finite import require_finite
 from piston.data.loader import Loader
 from piston.data.order import Order
-from piston.data.pipeline import open_source, open_training_data
-from piston.data.subsets import RepeatedStarts, Samples, split_episodes, without_episodes
+from piston.data.pipeline import leave_out, open_sources, open_training_data
+from piston.data.subsets import RepeatedStarts, Samples, mixed, split_episodes
 from piston.models.autoregressive import Pi0FAST
 from piston.models.flow import Pi0
 from piston.training.checkpoint import (
@@ -161,18 +162,27 @@ def _open_data(config: TrainConfig, pipeline: DataConfig) -> tuple[Samples, Samp
                 "--validation-episodes and --start-frames need a data set; random samples have no "
                 "episodes."
             )
-        return open_training_data(config), None
-    source = open_source(pipeline, config.model)
-    require_finite(source, pipeline, config.model.action_horizon)
-    kept, held_out = [episode.index for episode in source.episodes], None
-    if config.validation_episodes:
-        kept, chosen = split_episodes(source.episodes, config.validation_episodes, seed=config.seed)
-        held_out = open_training_data(config, episodes=chosen, cache_frames=config.cache_frames)
-    training = open_training_data(config, episodes=kept, cache_frames=config.cache_frames)
-    if config.start_frames:
-        lengths = [episode.length for episode in source.episodes if episode.index in kept]
-        training = RepeatedStarts(training, lengths, config.start_frames, config.start_weight)
-    return training, held_out
+        return open_training_data(pipeline, config.model), None
+    sources = list(zip(pipeline.each_set(), open_sources(pipeline, config.model)))
+    for one, source in sources:
+        require_finite(source, one, config.model.action_horizon)
+    training, held_out = [], []
+    for one, source in sources:
+        kept = [episode.index for episode in source.episodes]
+        read = functools.partial(
+            open_training_data, one, config.model, cache_frames=config.cache_frames
+        )
+        if config.validation_episodes:
+            kept, chosen = split_episodes(
+                source.episodes, config.validation_episodes, seed=config.seed
+            )
+            held_out.append(read(episodes=chosen))
+        samples = read(episodes=kept)
+        if config.start_frames:
+            lengths = [episode.length for episode in source.episodes if episode.index in kept]
+            samples = RepeatedStarts(samples, lengths, config.start_frames, config.start_weight)
+        training.append(samples)
+    return mixed(training, pipeline.set_shares), mixed(held_out) if held_out else None
 
 
 def _initial_model(config: TrainConfig, processes: Processes, run: Run) -> Pi0 | Pi0FAST:
@@ -216,10 +226,9 @@ def _read(loader: Loader) -> tuple[Batch, Exception | None]:
 def _without_data(failure: Exception | None, step: int, pipeline: DataConfig) -> Exception:
     """What the loader raised, here or on another process, with how to go on."""
     saved = f"Step {step - 1} is saved. Go" if step else "No step is lost. Go"
-    choice = without_episodes(pipeline.episodes, ["N"])
     advice = (
         f"{saved} on with --resume; if an episode is at fault, without it: --resume "
-        f"--data.episodes '{choice}'"
+        f"{leave_out(pipeline, ['N'])}"
     )
     if failure is None:
         return TrainingStopped(f"Another process could not read its data. {advice}")
@@ -232,9 +241,12 @@ def _is_due(step: int, interval: int) -> bool:
 
 
 def _tell_skipped(result: StepResult, batch: Mapping[str, Any], step: int) -> None:
+    places = zip(batch["set_index"], batch["episode_index"], batch["frame_index"])
+    several = bool(batch["set_index"].any())
     frames = [
-        f"{int(episode)}/{int(frame)}{' (!)' if number in result.bad_samples else ''}"
-        for number, (episode, frame) in enumerate(zip(batch["episode_index"], batch["frame_index"]))
+        f"{f'set {int(which)}: ' if several else ''}{int(episode)}/{int(frame)}"
+        f"{' (!)' if number in result.bad_samples else ''}"
+        for number, (which, episode, frame) in enumerate(places)
     ]
     logger.warning(
         "Step %d skipped: loss %s, gradient norm %s. Episode/frame of its samples, with (!) where "
@@ -248,11 +260,11 @@ def _tell_skipped(result: StepResult, batch: Mapping[str, Any], step: int) -> No
 
 def _check_skipped(in_a_row: int, config: TrainConfig) -> None:
     if in_a_row >= config.max_skipped_steps:
-        choice = without_episodes(config.data.episodes, ["N"])
+        without = leave_out(config.data_config(), ["N"])
         raise TrainingStopped(
             f"{in_a_row} steps in a row had a loss or gradient that is not finite; they moved no "
             "weights, and checkpoints are untouched. If few samples above have a (!), leave their "
-            f"episodes out: --resume --data.episodes '{choice}'. If most have it, lower the rate: "
+            f"episodes out: --resume {without}. If most have it, lower the rate: "
             f"--resume --lr-schedule.peak-lr {config.lr_schedule.peak_lr / 2:g}, or try --resume "
             "--model.dtype float32."
         )

@@ -65,5 +65,7 @@ def _changed(before: Any, now: Any, prefix: str) -> Iterator[str]:
             yield from _changed(own, value, f"{prefix}{name}.")
         elif isinstance(value, bool):
             yield f"{prefix}{'' if value else 'no-'}{name}"
+        elif isinstance(value, tuple):
+            yield from (f"{prefix}{name}", *map(str, value))
         elif value is None or isinstance(value, str | int | float):
             yield from (f"{prefix}{name}", str(value))
