@@ -490,11 +490,11 @@ def test_files_of_a_folder_come_side_by_side(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("bucket")
 def test_a_file_that_fails_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They keep what they have, for the next time."""
+    """Also if it is the last one. They keep what they have, for the next time."""
     half_done, failed = threading.Event(), threading.Event()
 
     def deny(path: str, start: int) -> bool:
-        if path.endswith("a"):
+        if path.endswith("stats.json"):
             assert half_done.wait(20)
             failed.set()
             raise PermissionError("not yours")
@@ -510,6 +510,30 @@ def test_a_file_that_fails_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> 
     folder = assets.home() / "assets/bucket/things/model"
     assert (folder / "params/deep/b.partial").stat().st_size == 7000
     assert ("/things/model/params/deep/b", 7000) not in Bucket.reads
+
+
+@pytest.mark.usefixtures("bucket")
+def test_a_folder_waits_for_another_process_until_something_fails(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    folder = assets.home() / "assets/bucket/things/model"
+
+    def deny(path: str, _: int) -> bool:
+        if path.endswith("b"):
+            while "Waiting for another process" not in caplog.text:
+                time.sleep(0.01)
+            raise PermissionError("not yours")
+        return False
+
+    monkeypatch.setattr(Bucket, "fail_at", deny)
+    begun = time.monotonic()
+    with (
+        cache._lock(folder / "params/a"),  # as another process would hold it
+        pytest.raises(PermissionError, match="not yours"),
+    ):
+        assets.resolve("bucket://things/model")
+    assert time.monotonic() - begun < 20
 
 
 @pytest.mark.usefixtures("bucket")

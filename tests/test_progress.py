@@ -1,6 +1,8 @@
 """Progress: a bar on a terminal, lines in a log, nothing where it is quick."""
 
 import logging
+import re
+import sys
 
 import pytest
 
@@ -32,7 +34,9 @@ def test_a_bar_on_a_terminal_once_it_takes_long(capsys) -> None:
 def test_slow_work_has_its_bar_from_the_beginning(capsys) -> None:
     with ProgressBar("eval", "episodes", 50, after=0) as bar:
         bar._bar.refresh()
-        assert " 0/50" in capsys.readouterr().err
+        shown = capsys.readouterr().err
+        assert " 0/50" in shown
+        assert "/100" not in shown  # rich's own total
         bar.advance(2, "1 succeeded")
         bar._bar.refresh()
         shown = capsys.readouterr().err
@@ -43,8 +47,7 @@ def test_slow_work_has_its_bar_from_the_beginning(capsys) -> None:
 
 def test_a_log_gets_a_line_now_and_then(caplog, capsys) -> None:
     caplog.set_level(logging.INFO)
-    with ProgressBar("eval", "episodes", 50, after=0) as bar:
-        bar.show(10)  # an earlier attempt
+    with ProgressBar("eval", "episodes", 50, done=10, after=0) as bar:
         bar.advance(10)
         assert caplog.messages == []  # not half a minute yet
         bar._begun -= 60
@@ -63,3 +66,49 @@ def test_a_log_tells_bytes_and_what_has_no_end(monkeypatch, caplog) -> None:
         bar.show(2_000_000)
         bar.show(4_000_000, 4_000_000)
     assert caplog.messages == ["model: 2.0 MB", "model: 4.0 MB of 4.0 MB, 0:00:00 left"]
+
+
+@pytest.mark.usefixtures("terminal")
+def test_bytes_of_unknown_number_on_a_terminal(capsys) -> None:
+    with ProgressBar("model", BYTES, after=0) as bar:
+        bar.show(2_000_000)
+        bar._bar.refresh()
+    shown = capsys.readouterr().err
+    assert "2.0/? MB" in shown
+    assert "100" not in shown
+
+
+@pytest.mark.usefixtures("terminal")
+@pytest.mark.parametrize("width", [24, 40, 80, 200])
+def test_numbers_are_there_on_any_terminal(capsys, monkeypatch, width) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    with ProgressBar("aloha_transfer_cube", "episodes", 50, after=0) as bar:
+        bar.advance(12, "11 succeeded")
+        bar._bar.refresh()
+    *_, shown = [line for line in _plain(capsys.readouterr().err).split("\r") if line.strip()]
+    assert "12/50 episodes" in shown
+    assert len(shown.rstrip()) <= width
+    assert ("11 succeeded" in shown) == (width >= 80)
+
+
+@pytest.mark.usefixtures("terminal")
+def test_log_lines_stay_above_the_bar(capsys) -> None:
+    root, handler = logging.getLogger(), logging.StreamHandler(sys.stderr)
+    root.addHandler(handler)
+    before = handler.stream
+    try:
+        with ProgressBar("model", "files", 50, after=0) as bar:
+            bar.advance(1)
+            bar._bar.refresh()
+            logging.getLogger("piston").warning("the line went dead")
+            bar._bar.refresh()
+        assert handler.stream is before
+    finally:
+        root.removeHandler(handler)
+    lines = [line.rpartition("\r")[2] for line in _plain(capsys.readouterr().err).split("\n")]
+    assert "the line went dead" in [line.strip() for line in lines]
+
+
+def _plain(text: str) -> str:
+    """Without colours and movements of the cursor."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import datetime
 import logging
+import sys
 import threading
 import time
+from typing import Any
 
 from rich import filesize, progress
 from rich.console import Console
@@ -17,22 +19,49 @@ logger = logging.getLogger(__name__)
 
 BYTES = "bytes"
 LOG_INTERVAL = 30.0
+# Columns of a terminal: what bytes with their speed take, the time left, and the rest at best.
+_BYTES_WIDTH, _TIME_WIDTH, _BAR_WIDTH, _NOTE_WIDTH = 26, 8, 40, 22
+_SMALLEST = 8
+
+
+class Live(progress.Progress):
+    """rich's bars, and log lines above them: without this the two write into each other."""
+
+    _redirected: list[tuple[logging.StreamHandler[Any], Any]] = []  # noqa: RUF012  (none yet)
+
+    def start(self) -> None:
+        before = sys.stderr
+        super().start()
+        # rich has taken the place of stderr; handlers still hold what was there.
+        self._redirected = [
+            (handler, handler.setStream(sys.stderr))
+            for handler in logging.getLogger().handlers
+            if isinstance(handler, logging.StreamHandler) and handler.stream is before
+        ]
+
+    def stop(self) -> None:
+        for handler, stream in self._redirected:
+            if stream is not None:
+                handler.setStream(stream)
+        super().stop()
 
 
 class ProgressBar:
     """Counts `unit`s (`BYTES` get prefixes and a speed). Any thread may call.
 
-    It shows nothing in the first `after` seconds, so that what is quick leaves no trace.
+    `done` were there before. It shows nothing in the first `after` seconds, so that what is quick
+    leaves no trace.
     """
 
-    def __init__(self, title: str, unit: str, total: int | None = None, *, after: float = 0.5):
+    def __init__(
+        self, title: str, unit: str, total: int | None = None, *, done: int = 0, after: float = 0.5
+    ) -> None:
         self._title, self._unit, self._total, self._after = title, unit, total, after
-        self._done = 0
+        self._done = self._before = done
         self._begun = self._logged = time.monotonic()
-        self._first: int | None = None  # what was done before, by an earlier attempt
         self._lock = threading.Lock()
         self._console = Console(stderr=True)
-        self._bar: progress.Progress | None = None
+        self._bar: Live | None = None
 
     def __enter__(self) -> ProgressBar:
         if self._after == 0 and self._console.is_interactive:
@@ -46,16 +75,16 @@ class ProgressBar:
     def show(self, done: int, total: int | None = None, note: str = "") -> None:
         """So many are done; `note` is added behind."""
         with self._lock:
-            self._show(done, total, note)
+            self._done, self._total = done, total or self._total
+            self._tell(note)
 
     def advance(self, more: int, note: str = "") -> None:
         """So many more are done."""
         with self._lock:
-            self._show(self._done + more, None, note)
+            self._done += more
+            self._tell(note)
 
-    def _show(self, done: int, total: int | None, note: str) -> None:
-        self._done, self._total = done, total or self._total
-        self._first = done if self._first is None else self._first
+    def _tell(self, note: str) -> None:
         now = time.monotonic()
         if not self._console.is_interactive:
             if now - self._logged >= LOG_INTERVAL:
@@ -66,24 +95,35 @@ class ProgressBar:
 
     def _draw(self, note: str) -> None:
         if self._bar is None:
-            self._bar = progress.Progress(*self._columns(), console=self._console, transient=True)
+            self._bar = Live(*self._columns(), console=self._console, transient=True)
             self._bar.start()
-            self._task = self._bar.add_task(self._title, note=note)
+            # With what was there before: the speed is that of what comes.
+            self._task = self._bar.add_task("", completed=self._before, total=self._total, note="")
+        note = shortened(note, self._room_for_note)
         self._bar.update(self._task, completed=self._done, total=self._total, note=note)
 
     def _columns(self) -> list[progress.ProgressColumn]:
-        amount: list[progress.ProgressColumn] = (
-            [progress.DownloadColumn(), progress.TransferSpeedColumn()]
-            if self._unit == BYTES
-            else [progress.MofNCompleteColumn(), progress.TextColumn(self._unit, markup=False)]
-        )
-        return [
-            progress.TextColumn("{task.description}", markup=False),
-            progress.BarColumn(),
-            *amount,
-            progress.TimeRemainingColumn(),
-            progress.TextColumn("{task.fields[note]}", markup=False),
-        ]
+        """Numbers always; of the title, the bar and the note what there is room for."""
+        amount: list[progress.ProgressColumn]
+        if self._unit == BYTES:
+            amount = [progress.DownloadColumn(), progress.TransferSpeedColumn()]
+            room = self._console.width - _BYTES_WIDTH
+        else:
+            amount = [progress.MofNCompleteColumn(), progress.TextColumn(self._unit, markup=False)]
+            room = self._console.width - 2 * len(str(self._total)) - len(self._unit) - 3
+        room -= _TIME_WIDTH
+        columns: list[progress.ProgressColumn] = []
+        if room > _SMALLEST:
+            title = shortened(self._title, room - 1)
+            columns.append(progress.TextColumn(title, markup=False))
+            room -= len(title) + 1
+        width = min(_BAR_WIDTH, room - _NOTE_WIDTH - 2)
+        if width >= _SMALLEST:
+            columns.append(progress.BarColumn(bar_width=width))
+            room -= width + 1
+        self._room_for_note = max(room - 1, 0)
+        note = progress.TextColumn("{task.fields[note]}", markup=False)
+        return [*columns, *amount, progress.TimeRemainingColumn(), note]
 
     def _in_words(self, now: float, note: str) -> str:
         """`12 of 50 episodes, 0:03:10 left, 11 succeeded`"""
@@ -92,8 +132,13 @@ class ProgressBar:
         if self._total is not None:
             amount += f" of {number(self._total)}"
         parts = [amount if self._unit == BYTES else f"{amount} {self._unit}"]
-        here = self._done - (self._first or 0)
+        here = self._done - self._before
         if self._total is not None and here > 0:
             seconds = (now - self._begun) / here * (self._total - self._done)
             parts.append(f"{datetime.timedelta(seconds=round(seconds))} left")
         return ", ".join([*parts, note] if note else parts)
+
+
+def shortened(text: str, width: int) -> str:
+    """At most so many columns; cut off, it ends in dots."""
+    return text if len(text) <= width else text[: max(width - 1, 0)] + "…" * (width > 0)

@@ -17,13 +17,14 @@ import hashlib
 import json
 import logging
 import os
+import queue
 import re
 import shlex
 import threading
+import time
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from piston.assets.transfer import (
     FsspecFile,
     HttpFile,
     Interrupted,
+    Remote,
     asking,
     fetch,
     partial_of,
@@ -49,6 +51,7 @@ logger = logging.getLogger(__name__)
 COMPLETE = ".piston-complete"
 INCOMPLETE = ".piston-incomplete"
 FILES_AT_ONCE = 8
+_SECONDS_TO_STOP = 3.0
 
 Infos = dict[str, dict[str, Any]]  # fsspec's description of each file
 
@@ -152,7 +155,7 @@ def _is_present(target: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _lock(target: Path) -> Iterator[None]:
+def _lock(target: Path, stopped: threading.Event | None = None) -> Iterator[None]:
     """One download of a target at a time, in whichever process; ends with its process."""
     path = home() / "locks" / target.relative_to(home() / "assets")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -161,7 +164,11 @@ def _lock(target: Path) -> Iterator[None]:
         lock.acquire(timeout=0)
     except filelock.Timeout:
         logger.info("Waiting for another process that is downloading %s", target)
-        lock.acquire()
+        while not lock.is_locked:
+            if stopped is not None and stopped.is_set():
+                raise _Stopped from None
+            with contextlib.suppress(filelock.Timeout):
+                lock.acquire(timeout=0.5)
     try:
         yield
     finally:
@@ -172,8 +179,7 @@ def _download(location: str, target: Path, force: bool) -> None:
     logger.info("Downloading %s to %s", location, target)
     scheme, _, path = location.partition("://")
     if SCHEMES[scheme].is_http:
-        with ProgressBar(target.name, BYTES, after=1) as bar:
-            fetch(HttpFile(location), target, bar.show, force)
+        _fetch_one(HttpFile(location), target, force)
         return
     files = _file_system(location, target)
 
@@ -181,12 +187,17 @@ def _download(location: str, target: Path, force: bool) -> None:
         with asking(location):
             return files.info(path.rstrip("/"))
 
-    info = patiently(describe)
+    info = patiently(describe, location)
     if info["type"] == "directory":
         _download_folder(files, info["name"].rstrip("/"), target, location, force)
     else:
-        with ProgressBar(target.name, BYTES, after=1) as bar:
-            fetch(FsspecFile(files, info["name"], location), target, bar.show, force)
+        _fetch_one(FsspecFile(files, info["name"], location), target, force)
+
+
+def _fetch_one(remote: Remote, target: Path, force: bool) -> None:
+    there = 0 if force else size_of(partial_of(target))
+    with ProgressBar(target.name, BYTES, done=there, after=1) as bar:
+        fetch(remote, target, bar.show, force)
 
 
 def _file_system(location: str, target: Path) -> Any:
@@ -206,7 +217,7 @@ def _download_folder(files: Any, root: str, target: Path, location: str, force: 
         with asking(location):
             return files.find(root, detail=True)
 
-    infos = _by_relative_path(patiently(listing), root, location)
+    infos = _by_relative_path(patiently(listing, location), root, location)
     target.mkdir(parents=True, exist_ok=True)
     with _unfinished(target):
         _discard_outdated(infos, target, force)
@@ -218,9 +229,13 @@ def _download_folder(files: Any, root: str, target: Path, location: str, force: 
 
 def _fetch_all(files: Any, infos: Infos, target: Path, location: str, force: bool) -> None:
     """Several files at a time: a checkpoint has hundreds, and most of them are small."""
-    done = dict.fromkeys(infos, 0)
-    stopped = threading.Event()
-    bar = ProgressBar(target.name, BYTES, sum(i["size"] for i in infos.values()), after=1)
+    waiting = queue.SimpleQueue[str]()
+    for name in sorted(infos):
+        waiting.put(name)
+    done = {name: size_of(target / name) or size_of(partial_of(target / name)) for name in infos}
+    total = sum(info["size"] for info in infos.values())
+    bar = ProgressBar(target.name, BYTES, total, done=sum(done.values()), after=1)
+    stopped, failures = threading.Event(), list[Exception]()
 
     def fetch_one(name: str) -> None:
         def show(num_bytes: int, _: int | None) -> None:
@@ -229,20 +244,39 @@ def _fetch_all(files: Any, infos: Infos, target: Path, location: str, force: boo
             done[name] = num_bytes
             bar.show(sum(done.values()))
 
-        with _lock(target / name):
+        with _lock(target / name, stopped):
             if not (target / name).is_file():
                 remote = FsspecFile(files, infos[name]["name"], f"{location}/{name}")
-                fetch(remote, target / name, show, force)
-        done[name] = infos[name]["size"]
+                try:
+                    fetch(remote, target / name, show, force)
+                except Interrupted as interruption:
+                    raise Interrupted(f"{name}: {interruption}") from interruption
 
-    with bar, ThreadPoolExecutor(FILES_AT_ONCE) as pool:
+    def work() -> None:
         try:
-            for _ in pool.map(fetch_one, sorted(infos)):
-                pass
-        except BaseException:
+            while not stopped.is_set():
+                fetch_one(waiting.get_nowait())
+        except (queue.Empty, _Stopped):
+            pass
+        except Exception as error:
+            failures.append(error)
             stopped.set()
-            pool.shutdown(cancel_futures=True)
-            raise
+
+    # Not an executor: Python would wait for its threads at exit, also for one that hangs.
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(FILES_AT_ONCE)]
+    try:
+        with bar:
+            for thread in threads:
+                thread.start()
+            while any(thread.is_alive() for thread in threads) and not stopped.wait(0.05):
+                pass
+    finally:
+        stopped.set()  # also after Ctrl-C: the others end at their next bytes
+    if failures:
+        end = time.monotonic() + _SECONDS_TO_STOP
+        for thread in threads:
+            thread.join(max(end - time.monotonic(), 0))
+        raise failures[0]
 
 
 class _Stopped(Exception):

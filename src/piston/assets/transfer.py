@@ -64,7 +64,9 @@ def fetch(remote: Remote, target: Path, show: Progress, force: bool = False) -> 
     target.parent.mkdir(parents=True, exist_ok=True)
     if force:
         partial.unlink(missing_ok=True)
-    patiently(lambda: _attempt(remote, partial, version, show), lambda: size_of(partial))
+    patiently(
+        lambda: _attempt(remote, partial, version, show), target.name, lambda: size_of(partial)
+    )
     partial.replace(target)
     version.unlink()
 
@@ -77,7 +79,7 @@ def size_of(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def patiently(attempt: Callable[[], T], reached: Callable[[], int] = lambda: 0) -> T:
+def patiently(attempt: Callable[[], T], what: str, reached: Callable[[], int] = lambda: 0) -> T:
     """Repeat what was interrupted, until several attempts in a row got no further."""
     furthest, failures = reached(), 0
     while True:
@@ -90,7 +92,7 @@ def patiently(attempt: Callable[[], T], reached: Callable[[], int] = lambda: 0) 
             if failures >= ATTEMPTS:
                 raise
             wait = BACKOFF * 2 ** (failures - 1)
-            logger.warning("Interrupted: %s. Trying again in %.1f s", interruption, wait)
+            logger.warning("%s: %s. Trying again in %.1f s", what, interruption, wait)
             time.sleep(wait)
 
 

@@ -13,6 +13,7 @@ import tyro
 
 from piston.cli.demo_job import ends_with_children
 from piston.cli.screen import console
+from piston.data.episode_store import INFO, read_info
 from piston.progress import ProgressBar
 from piston.sim.recording import Recording, record
 
@@ -44,7 +45,8 @@ def _record(
         codec: h264 is quick to write, av1 is smaller.
     """
     began = time.monotonic()
-    bar = ProgressBar(f"recording {task}", "episodes", episodes, after=0)
+    there = read_info(out)["total_episodes"] if (out / INFO).exists() else 0
+    bar = ProgressBar(f"recording {task}", "episodes", episodes, done=there, after=0)
     with ends_with_children(), bar:
         recorded = record(
             Recording(task, seed, pixels),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import logging
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from rich.console import Console
 from rich.table import Column
 
 from piston.config import TrainConfig
+from piston.progress import Live, shortened
 from piston.training.step import StepResult
 from piston.training.trackers import Numbers
 
@@ -98,7 +98,7 @@ class RunBar:
 
     def __init__(self, config: TrainConfig, first_step: int, shown: bool) -> None:
         console = Console(stderr=True)
-        self._bar = progress.Progress(
+        self._bar = Live(
             *_columns(config.exp_name, console.width),
             console=console,
             disable=not (shown and console.is_terminal),
@@ -107,21 +107,12 @@ class RunBar:
             "", total=config.num_train_steps, completed=first_step, state=""
         )
         self._steps_left, self._batch_size = config.num_train_steps - first_step, config.batch_size
-        self._redirected: list[tuple[logging.StreamHandler[Any], Any]] = []
 
     def __enter__(self) -> Self:
-        before = sys.stderr
         self._bar.start()
-        # While there is a bar, what goes to stderr has to pass above it; log lines as well.
-        for handler in logging.getLogger().handlers:
-            if isinstance(handler, logging.StreamHandler) and handler.stream is before:
-                self._redirected.append((handler, handler.setStream(sys.stderr)))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for handler, stream in self._redirected:
-            if stream is not None:
-                handler.setStream(stream)
         self._bar.stop()
 
     def advance(self, meter: Meter) -> None:
@@ -134,11 +125,11 @@ class RunBar:
 def _columns(name: str, width: int) -> list[progress.ProgressColumn]:
     """Steps and numbers always; of the name and the bar what there is room for."""
     room = width - _NUMBERS_WIDTH
-    shortened = name if len(name) <= room else name[: max(room - 1, 0)] + "…"
+    name = shortened(name, room)
     columns: list[progress.ProgressColumn] = []
     if room > _SMALLEST_NAME:
-        columns.append(progress.TextColumn(shortened, markup=False))
-    if room - len(shortened) > _SMALLEST_BAR:
+        columns.append(progress.TextColumn(name, markup=False))
+    if room - len(name) > _SMALLEST_BAR:
         columns.append(progress.BarColumn())
     whole = Column(no_wrap=True)
     columns.append(progress.MofNCompleteColumn(table_column=whole))
