@@ -11,6 +11,7 @@ import abc
 import dataclasses
 import difflib
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -102,8 +103,9 @@ class DataConfig:
             )
         if self.set_shares and len(self.set_shares) != 1 + len(self.more_sets):
             raise ValueError(
-                f"--data.set-shares has {len(self.set_shares)} numbers for the data set and "
-                f"{len(self.more_sets)} in --data.more-sets; expected one for each, or none."
+                f"--data.set-shares gives {len(self.set_shares)} of the {1 + len(self.more_sets)} "
+                "shares: of the data set itself first, then of each in --data.more-sets. Give all "
+                "of them, or none."
             )
         if not all(0 < share < math.inf for share in self.set_shares):
             raise ValueError(f"--data.set-shares is {self.set_shares}; each must be above 0.")
@@ -139,11 +141,9 @@ class DataConfig:
         alone = dataclasses.replace(self, more_sets=(), set_shares=())
         others = []
         for number, text in enumerate(self.more_sets, start=1):
-            name, _, episodes = text.partition("#")
+            name, episodes = _set_and_episodes(text)
             others.append(
-                dataclasses.replace(
-                    alone, repo_id=name, episodes=episodes or None, set_index=number
-                )
+                dataclasses.replace(alone, repo_id=name, episodes=episodes, set_index=number)
             )
         return (alone, *others)
 
@@ -185,6 +185,15 @@ class DataConfig:
                 "statistics yet: call with_norm_stats() first."
             )
         return (kind(self.norm_stats, self.use_quantile_norm, floor=self.norm_floor),)
+
+
+def _set_and_episodes(text: str) -> tuple[str, str | None]:
+    """`folder#0:50`, or without a choice. What is no choice belongs to the folder's name."""
+    match = re.fullmatch(r"(.*)#([\d\s:,!-]+)", text)
+    name, episodes = match.groups() if match else (text, None)
+    if not name:
+        raise ValueError(f"--data.more-sets holds {text!r}, which names no data set.")
+    return name, episodes
 
 
 def _unknown_asset(assets_dir: Path, asset_id: str, preset: str) -> str:

@@ -325,6 +325,8 @@ def test_the_short_form_from_end_to_end(tmp_path, capfd):
     parts = re.findall('<section id="([^"]*)"', page)
     evaluated = ["success-per-seed", "videos", "training", "chunks-and-what-was-executed"]
     assert parts == [*evaluated, "action-chunk", "denoising", "transforms", "timings"]
+    results = json.loads((out / "eval/asked/results.json").read_text())
+    assert f"({out.resolve()}/checkpoints/tiny_aloha_sim/demo/" in results["policy"]
     assert (out / "animation.webp").stat().st_size < 1_000_000
     assert page.count("<video") == 3
     served = read_stages(out / STATE).get("serve").result

@@ -54,7 +54,9 @@ def test_random_weights_are_served_recorded_and_stopped(tmp_path):
     options = ("--preset", "pi0_aloha", "--random-weights", "--record", str(folder))
     with served(*options) as (port, process):
         client = WebsocketClientPolicy("127.0.0.1", port)
-        assert client.get_server_metadata()["reset_pose"] == [0, -1.5, 1.5, 0, 0, 0]
+        metadata = client.get_server_metadata()
+        assert metadata["reset_pose"] == [0, -1.5, 1.5, 0, 0, 0]
+        assert metadata["piston"]["name"] == "random weights for pi0_aloha"
         example = make_aloha_example()
         example["images"] = {"cam_high": np.zeros((3, 64, 64), np.uint8)}
         chunks = [client.infer({**example, "seed": seed})["actions"] for seed in (0, 0, 1)]

@@ -16,7 +16,7 @@ import pytest
 
 from piston.cli import main
 from piston.data import open_dataset
-from piston.data.video import VideoError
+from piston.data.episodes import EpisodeError
 
 from .synthetic import FPS, Folder, decode_in_order, picture, write_video
 
@@ -302,7 +302,7 @@ def test_a_video_whose_frames_are_elsewhere_is_refused_not_guessed(tmp_path):
     dataset = open_dataset(folder.root)
     dataset[12]  # at 0 s there is a frame
     with pytest.raises(
-        VideoError, match=r"episode 1, frame 1, .*top: .*episode_000001\.mp4: no fra"
+        EpisodeError, match=r"episode 1, frame 1, .*top: .*episode_000001\.mp4: no fra"
     ):
         dataset[13]
     dataset[21]

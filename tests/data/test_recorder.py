@@ -52,7 +52,8 @@ def test_an_encoder_does_not_take_the_processors_from_the_robots_control(tmp_pat
     camera.finish()
     threads = [int(thread.name) for thread in THREADS.iterdir()]
     assert len(threads) > 10  # those of the encoder, which live as long as it
-    assert {os.sched_getscheduler(thread) for thread in threads} == {os.SCHED_OTHER}
+    found = {os.sched_getscheduler(thread) for thread in threads}
+    assert not found & {os.SCHED_FIFO, os.SCHED_RR}
 
 
 @pytest.mark.parametrize("version", ["v3.0", "v2.1"])

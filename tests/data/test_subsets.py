@@ -10,6 +10,7 @@ from piston.data.subsets import (
     RepeatedStarts,
     WeightedMixture,
     choose_episodes,
+    mixed,
     shuffled,
     split_episodes,
 )
@@ -130,6 +131,39 @@ def test_shares_hold_and_every_sample_comes_equally_often(sizes, weights, seed, 
         seen = np.bincount(together[together[:, 0] == number, 1], minlength=size)
         assert len(seen) == size
         assert seen.max() - seen.min() <= 1
+
+
+@given(
+    weights=st.lists(st.floats(0.001, 20), min_size=2, max_size=5),
+    per_epoch=st.integers(1, 50),
+)
+def test_over_many_epochs_even_the_smallest_share_is_drawn(weights, per_epoch):
+    mixture = WeightedMixture([range(7)] * len(weights), weights, samples_per_epoch=per_epoch)
+    counts = mixture._counts(400)
+    assert (counts >= 0).all()
+    assert (counts.sum(axis=1) == per_epoch).all()
+    exact = np.asarray(weights) / sum(weights) * per_epoch
+    sums, epochs = np.cumsum(counts, axis=0), np.arange(1, 401)[:, np.newaxis]
+    assert np.abs(sums - epochs * exact).max() < 6
+
+
+def test_a_share_of_less_than_a_sample_per_epoch_has_its_turn():
+    mixture = WeightedMixture([range(32), range(16)], [100, 1])
+    drawn = [mixture.plan(seed=0, epoch=epoch)[:, 0].sum() for epoch in range(42)]
+    assert 18 <= sum(drawn) <= 22  # every 101st of 42 times 48 samples
+    assert max(drawn) == 1
+
+
+@given(sizes=st.lists(st.integers(1, 400), min_size=2, max_size=6), epoch=st.integers(0, 9))
+def test_without_shares_every_sample_comes_once_in_an_epoch(sizes, epoch):
+    mixture = mixed([range(size) for size in sizes])
+    plan = mixture.plan(seed=3, epoch=epoch)
+    assert sorted(mixture.flat(plan)) == list(range(sum(sizes)))
+
+
+def test_one_set_is_no_mixture():
+    alone = range(3)
+    assert mixed([alone]) is alone
 
 
 def test_a_plan_depends_on_seed_and_epoch_alone():

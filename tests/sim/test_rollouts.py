@@ -7,6 +7,7 @@ import pytest
 
 from piston.cli import main
 from piston.inference.loading import random_policy
+from piston.progress import ProgressBar
 from piston.serving import ServerConfig, running_server
 from piston.sim.aloha_experts import plan_transfer
 from piston.sim.catalog import make_environment
@@ -140,14 +141,42 @@ def test_an_evaluation_that_breaks_keeps_the_episodes_that_ended(tmp_path, capsy
         address = f"ws://127.0.0.1:{server.port}"
         assert run(address, "--seeds", "7,8", *words) == 1
         kept = tmp_path / "outcomes.jsonl"
-        assert f"The episodes that had ended are in {kept}" in capsys.readouterr().err
+        assert f"The 1 episodes that had ended are in {kept}" in capsys.readouterr().err
         assert [json.loads(line)["seed"] for line in kept.read_text().splitlines()] == [7]
         assert (tmp_path / "results.json").read_text() == "precious"
+        assert run(address, "--seeds", "8,7", *words) == 1  # breaks before it has any of its own
+        assert "episodes that had ended" not in capsys.readouterr().err
+        assert [json.loads(line)["seed"] for line in kept.read_text().splitlines()] == [7]
         assert run(address, "--seeds", "9", *words) == 0
     assert not kept.exists()
     results = json.loads((tmp_path / "results.json").read_text())
     assert [one["seed"] for one in results["outcomes"]] == [9]
     assert results["policy"] == f"{address} (broken/one)"
+
+
+def test_an_evaluation_that_is_stopped_says_where_its_episodes_are(
+    address, tmp_path, capsys, monkeypatch
+):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ProgressBar, "advance", stop)
+    words = ("--seeds", "7,8", "--execute-horizon", "120", "--out", str(tmp_path))
+    assert run(address, *words) == 130
+    assert f"ended are in {tmp_path / 'outcomes.jsonl'}" in capsys.readouterr().err
+
+
+def test_commands_that_no_simulator_survives_are_a_failure(caplog):
+    def wild(observations):
+        random = np.random.default_rng(observations[0]["seed"])
+        return [20 * random.normal(size=(LENGTH, 14)) for _ in observations]
+
+    found = evaluate(TASK, wild, [0, 1], policy_name="wild", num_environments=2)
+    assert found.success.successes == 0
+    assert all(outcome.steps < 300 for outcome in found.outcomes)
+    assert f"{TASK}, seed 0: the episode ends here" in caplog.text
+    again = evaluate(TASK, Expert([4]), [4], policy_name="expert")
+    assert again.success.successes == 1
 
 
 def test_a_policy_of_another_robot_is_told_in_one_line(address, tmp_path, capsys):

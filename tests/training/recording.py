@@ -27,11 +27,13 @@ FEATURES = {
 
 
 def record(
-    folder: Path, *, episodes: int, frames: int, fps: float = 10, state_dim: int = 8
+    folder: Path, *, episodes: int, frames: int, state_dim: int = 8, names: Any = None, **how: Any
 ) -> None:
+    """`how` is for the recorder, such as `fps`; `names` are those of the state."""
     random = np.random.default_rng(0)
-    state = {**FEATURES["state"], "shape": (state_dim,)}
-    with Recorder(folder, fps=fps, features={**FEATURES, "state": state}) as recorder:
+    state = {"dtype": "float32", "shape": (state_dim,), "names": names}
+    how = {"fps": 10, **how}
+    with Recorder(folder, features={**FEATURES, "state": state}, **how) as recorder:
         for episode in range(episodes):
             for _ in range(frames):
                 pictures = random.integers(256, size=(2, PIXELS, PIXELS, 3), dtype=np.uint8)

@@ -97,19 +97,24 @@ def _seeds(arguments: EvalArguments) -> list[int]:
 
 @contextlib.contextmanager
 def _kept(path: Path) -> Iterator[Callable[[Outcome], None]]:
-    """Every episode is on the disk once it has ended; the file goes when the results are there."""
+    """Every episode is in a file once it has ended; the file goes when the results are there.
+
+    What an earlier evaluation has left there stays until this one has an episode of its own.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
+    num_kept = 0
 
     def keep(outcome: Outcome) -> None:
-        with path.open("a", encoding="utf-8") as file:
+        nonlocal num_kept
+        with path.open("a" if num_kept else "w", encoding="utf-8") as file:
             file.write(json.dumps(dataclasses.asdict(outcome)) + "\n")
+        num_kept += 1
 
     try:
         yield keep
     except BaseException as error:
-        if path.exists():
-            error.add_note(f"The episodes that had ended are in {path}.")
+        if num_kept:
+            error.add_note(f"The {num_kept} episodes that had ended are in {path}.")
         raise
     path.unlink(missing_ok=True)
 

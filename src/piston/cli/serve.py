@@ -70,9 +70,13 @@ def run(args: list[str]) -> int:
     return 0
 
 
-def _name(arguments: ServeArguments) -> str | None:
-    weights = "random weights" if arguments.random_weights else arguments.checkpoint
-    return arguments.server.name or weights
+def _name(arguments: ServeArguments) -> str:
+    if arguments.server.name is not None:
+        return arguments.server.name
+    if arguments.checkpoint is None:
+        return f"random weights for {arguments.preset}"
+    is_remote = "://" in arguments.checkpoint
+    return arguments.checkpoint if is_remote else str(Path(arguments.checkpoint).resolve())
 
 
 def _check(arguments: ServeArguments) -> None:

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from piston.data.episodes import Episode
+from piston.data.episodes import Episode, EpisodeError
 from piston.data.metadata import DERIVED, Metadata
 
 Rows = dict[str, np.ndarray]  # of one episode, by key
@@ -100,10 +100,11 @@ class Columns:
     def _copy(self, key: str, position: int, found: np.ndarray, out: np.ndarray) -> None:
         episode, start, stop = self._episodes[position], *self._starts[position : position + 2]
         if found.shape[1:] != out.shape[1:] or not np.can_cast(found.dtype, out.dtype, "same_kind"):
-            raise ValueError(
+            raise EpisodeError(
                 f"{episode.data_path}: {key} is {found.dtype}{list(found.shape[1:])}, in the files "
-                f"before it is {out.dtype}{list(out.shape[1:])}. Leave it out "
-                f"(--data.episodes '!{episode.index}') or write the file anew."
+                f"before it is {out.dtype}{list(out.shape[1:])}. Write the file anew, or leave "
+                f"episode {episode.index} out.",
+                episode.index,
             )
         out[start:stop] = found
 

@@ -23,13 +23,13 @@ import numpy as np
 from jaxtyping import Int64, UInt8
 
 from piston.data.columns import Columns, find_rows
-from piston.data.episodes import Episode, Problem, episode_problem
+from piston.data.episodes import Episode, EpisodeError, Problem, episode_problem
 from piston.data.images import ImageRows
 from piston.data.intact import Findings, look_over
 from piston.data.location import locate
 from piston.data.metadata import Metadata
 from piston.data.subsets import EpisodeChoice, choose_episodes
-from piston.data.video import TOLERANCE_S, VideoError, VideoReaders
+from piston.data.video import TOLERANCE_S, VideoReaders
 
 logger = logging.getLogger(__name__)
 
@@ -214,10 +214,10 @@ class LeRobotDataset(Sequence[dict[str, Any]]):
             return self._videos.frames_at(path, times.tolist(), self._tolerance_s)
         except ValueError as error:
             numbers = ", ".join(map(str, frames))
-            raise VideoError(
-                f"episode {episode.index}, frame {numbers}, {camera}: {error} Leave the episode "
-                f"out (--data.episodes '!{episode.index}'), or see: piston data check "
-                f"{self.metadata.root}"
+            raise EpisodeError(
+                f"episode {episode.index}, frame {numbers}, {camera}: {error} See: piston data "
+                f"check {self.metadata.root}",
+                episode.index,
             ) from error
 
     def _first_row(self, episode: Episode) -> int:

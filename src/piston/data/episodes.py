@@ -38,6 +38,17 @@ def episode_problem(episode: int, what: str, camera: str | None = None) -> Probl
     return Problem("warning", where, what, consequence, episode, camera, leaves_out=True)
 
 
+class EpisodeError(ValueError):
+    """Something inside an episode cannot be used.
+
+    Who knows the run's configuration adds how to leave the episode out.
+    """
+
+    def __init__(self, message: str, episode: int = -1) -> None:
+        super().__init__(message)
+        self.episode = episode
+
+
 @dataclasses.dataclass(frozen=True)
 class VideoSpan:
     """Where in a file one episode's frames are: seconds, `stop` exclusive."""

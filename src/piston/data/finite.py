@@ -10,7 +10,7 @@ import numpy as np
 
 from piston.config import DataConfig
 from piston.data.dataset import LeRobotDataset
-from piston.data.pipeline import keys_used, leave_out
+from piston.data.pipeline import advising, keys_used, leave_out
 from piston.data.transformed_columns import TransformedColumns
 
 # Episodes that a message lists, and frames of each that are looked at after the transforms.
@@ -44,7 +44,8 @@ def _suspect_frames(dataset: LeRobotDataset, config: DataConfig) -> np.ndarray:
     suspect = np.zeros(len(dataset), bool)
     for key in dataset.keys:
         if used is None or key in used or key in config.action_sequence_keys:
-            column = dataset.column(key)
+            with advising(config):
+                column = dataset.column(key)
             if column.dtype.kind == "f":
                 suspect |= ~np.isfinite(column).reshape(len(column), -1).all(axis=1)
     return suspect

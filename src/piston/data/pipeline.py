@@ -10,8 +10,10 @@ Dims: h horizon, a action dim, s state dim, l prompt length.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,13 +21,22 @@ import numpy as np
 from piston.config import DataConfig
 from piston.data.cache import CachedFrames
 from piston.data.dataset import LeRobotDataset, open_dataset
+from piston.data.episodes import EpisodeError
 from piston.data.location import locate
-from piston.data.metadata import Metadata
-from piston.data.subsets import EpisodeChoice, Samples, choose_episodes, without_episodes
+from piston.data.metadata import DERIVED, Metadata
+from piston.data.subsets import (
+    EpisodeChoice,
+    Samples,
+    choose_episodes,
+    split_sets,
+    without_episodes,
+)
 from piston.models.configs import ModelConfig, Pi0FASTConfig
 from piston.transforms.base import Data, Transform, compose
 from piston.transforms.keys import RepackTransform, flatten_dict
 from piston.transforms.prompts import PromptFromLeRobotTask
+
+logger = logging.getLogger(__name__)
 
 PADDING_KEY = "action_is_pad"
 # What a sample holds of an item: what models take, and where it came from.
@@ -70,7 +81,8 @@ def open_training_data(
     same = [episode.index for episode in dataset.episodes]
     numbers = open_source(config, model, episodes=same, images=False)
     frames = CachedFrames(dataset, numbers, model.image_size)
-    frames.build()
+    with advising(config):
+        frames.build()
     cached = TrainingData(frames, config)
     check_cache(plain, cached)
     return cached
@@ -78,33 +90,50 @@ def open_training_data(
 
 def open_sources(config: DataConfig, model: ModelConfig) -> list[LeRobotDataset]:
     """All data sets of a pipeline. They have to be of one robot, at one rate."""
-    first, *others = (open_source(one, model) for one in config.each_set())
-    expected = _robot_of(first, config)
-    for other, one in zip(others, config.each_set()[1:]):
-        found = _robot_of(other, config)
-        if differences := [
-            f"{what} is {found[what]} there, {expected[what]} in {config.repo_id}"
-            for what in expected.keys() & found.keys()  # what is missing is told by who needs it
-            if found[what] != expected[what]
-        ]:
+    sets = config.each_set()
+    first, *others = sources = [open_source(one, model) for one in sets]
+    for one, other in zip(sets[1:], others):
+        if differences := _differences(first.metadata, other.metadata, keys_used(config)):
             raise ValueError(
                 f"{one.repo_id} was not recorded like {config.repo_id}: {'; '.join(differences)}. "
                 "Sets that are trained on together share the robot's transforms and one control "
                 "rate; convert the one that differs, or leave it out of --data.more-sets."
             )
-    return [first, *others]
+    return sources
 
 
-def _robot_of(dataset: LeRobotDataset, config: DataConfig) -> dict[str, Any]:
-    """What the pipeline relies on, in words. Cameras may have any size."""
-    used = keys_used(config)
-    features = dataset.metadata.features.values()
-    shapes = {
-        f"the shape of {feature.name!r}": feature.shape
-        for feature in features
-        if not feature.is_camera and (used is None or feature.name in used)
-    }
-    return {"the rate (fps)": dataset.metadata.fps, **shapes}
+def _differences(first: Metadata, other: Metadata, used: Iterable[str] | None) -> list[str]:
+    """What keeps two sets from being read alike; what may only be named otherwise is logged."""
+    found = []
+    if other.fps != first.fps:
+        found.append(f"its rate is {other.fps:g} frames per second, expected is {first.fps:g}")
+    if other.robot_type != first.robot_type:
+        logger.warning(
+            "%s was recorded with %s, %s with %s: are they the same robot?",
+            *(other.root, other.robot_type, first.root, first.robot_type),
+        )
+    for key in first.features if used is None else used:
+        ours, theirs = first.features.get(key), other.features.get(key)
+        if ours is None or key in DERIVED:
+            continue
+        if theirs is None:
+            found.append(f"it has no {key!r}")
+        elif not ours.is_camera and theirs.shape != ours.shape:
+            found.append(f"{key!r} has the shape {theirs.shape}, expected is {ours.shape}")
+        elif not ours.is_camera and ours.names and theirs.names and theirs.names != ours.names:
+            logger.warning(
+                "%s calls the dimensions of %r %s, %s calls them %s: do they mean the same?",
+                *(other.root, key, theirs.names, first.root, ours.names),
+            )
+    return found
+
+
+def split_sources(
+    sources: Sequence[LeRobotDataset], held_out: int, *, seed: int
+) -> list[tuple[list[int], list[int]]]:
+    """Episodes of each source to train on and to validate on."""
+    named = [(source.metadata.root.resolve(), source.episodes) for source in sources]
+    return split_sets(named, held_out, seed=seed)
 
 
 def open_source(
@@ -117,12 +146,17 @@ def open_source(
         raise ValueError("No data set is named: give --data.repo-id, a folder or owner/name.")
     root = locate(config.repo_id)
     metadata = Metadata.read(root)
+    try:
+        chosen = _chosen(metadata, config, episodes)
+    except ValueError as error:
+        error.add_note(f"in {config.repo_id}")
+        raise
     return open_dataset(
         root,
         sequences=dict.fromkeys(
             config.action_sequence_keys, config.steps_read(model.action_horizon)
         ),
-        episodes=_chosen(metadata, config, episodes),
+        episodes=chosen,
         cameras=_cameras_used(metadata, config) if images else (),
     )
 
@@ -135,8 +169,20 @@ def leave_out(config: DataConfig, episodes: Iterable[int | str]) -> str:
         return f"'{config.repo_id}#{choice}' in --data.more-sets"
     option = f"--data.episodes '{choice}'"
     if config.more_sets:  # it may be any of them
-        option += f", or 'SET#{without_episodes(None, episodes)}' in --data.more-sets"
+        others = without_episodes(None, episodes)
+        option += f", or of another set 'SET#{others}' in --data.more-sets"
     return option
+
+
+@contextlib.contextmanager
+def advising(config: DataConfig) -> Iterator[None]:
+    """Adds to an error inside an episode which set it is, and how to do without the episode."""
+    try:
+        yield
+    except EpisodeError as error:
+        option = leave_out(config, [error.episode])
+        error.add_note(f"in {config.repo_id}. To leave the episode out: {option}")
+        raise
 
 
 def _chosen(metadata: Metadata, config: DataConfig, episodes: EpisodeChoice) -> EpisodeChoice:
@@ -171,7 +217,7 @@ class TrainingData:
 
     def __init__(self, dataset: Items, config: DataConfig) -> None:
         self._dataset = dataset
-        self._name, self._set_index = str(config.repo_id), config.set_index
+        self._config, self._name = config, str(config.repo_id)
         tasks: tuple[Transform, ...] = ()
         if config.prompt_from_task:
             tasks = (PromptFromItem(PromptFromLeRobotTask(dataset.metadata.tasks)),)
@@ -182,11 +228,12 @@ class TrainingData:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        item = self._dataset[index]
+        with advising(self._config):
+            item = self._dataset[index]
         try:
             padding = np.asarray(item[self._padding])
             sample = self._transform({**item, PADDING_KEY: padding})
-            place = {**item, "set_index": self._set_index}
+            place = {**item, "set_index": self._config.set_index}
             return _checked(sample, padding) | {key: np.int64(place[key]) for key in PLACE_KEYS}
         except Exception as error:
             error.add_note(
@@ -196,8 +243,9 @@ class TrainingData:
 
     def preload(self) -> None:
         """Read what all workers share, before they are forked."""
-        for key in getattr(self._dataset, "keys", ()):
-            self._dataset.column(key)  # type: ignore[attr-defined]
+        with advising(self._config):
+            for key in getattr(self._dataset, "keys", ()):
+                self._dataset.column(key)  # type: ignore[attr-defined]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -222,10 +222,10 @@ def _moments(block: Block, key: str, values: Values) -> Moments:
     if not np.isfinite(moments.squares).all():
         source, frames = block
         bad = np.flatnonzero(~np.isfinite(values).all(axis=0))[0]
-        place = source.place(int(frames[bad * len(frames) // values.shape[1]]))
+        frame = int(frames[bad * len(frames) // values.shape[1]])
         raise ValueError(
-            f"{key!r} is NaN or infinite after the data transforms, in {place}. Leave that episode "
-            "out (--data.episodes '!N') or repair it."
+            f"{key!r} is NaN or infinite after the data transforms, in {source.place(frame)}. "
+            f"Repair the episode, or leave it out: {source.how_to_leave_out(frame)}"
         )
     return moments
 

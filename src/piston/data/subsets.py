@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +22,8 @@ from piston.data.episodes import Episode
 
 EpisodeChoice = str | Iterable[int] | Callable[[Episode], bool] | None
 
+# Its multiples fall into all parts of the unit interval equally often.
+_GOLDEN_RATIO = 0.6180339887498949
 _RANGE = re.compile(r"(\d+)-(\d+)")
 _SLICE = re.compile(r"(\d*):(\d*)")
 
@@ -129,6 +131,35 @@ def split_episodes(
     return sorted(order[count:]), sorted(order[:count])
 
 
+def split_sets(
+    sets: Sequence[tuple[Hashable, Sequence[Episode]]], held_out: float | int, *, seed: int = 0
+) -> list[tuple[list[int], list[int]]]:
+    """`split_episodes` of several data sets, each with what it is called.
+
+    Where one is there twice, an episode that is held out is so of both, and tried in the first.
+    """
+    together: dict[Hashable, dict[int, Episode]] = {}
+    for name, episodes in sets:
+        together.setdefault(name, {}).update({episode.index: episode for episode in episodes})
+    outside: dict[Hashable, set[int]] = {}
+    for name, known in together.items():
+        try:
+            outside[name] = set(split_episodes(list(known.values()), held_out, seed=seed)[1])
+        except ValueError as error:
+            error.add_note(f"in {name}")
+            raise
+    tried: dict[Hashable, set[int]] = {name: set() for name in together}
+    parts = []
+    for name, episodes in sets:
+        own = {episode.index for episode in episodes}
+        if not own - outside[name]:
+            raise ValueError(f"All episodes chosen of {name} ({_shorten(own)}) are held out.")
+        chosen = own & outside[name] - tried[name]
+        tried[name] |= chosen
+        parts.append((sorted(own - outside[name]), sorted(chosen)))
+    return parts
+
+
 class Samples(Protocol):
     """What can be mixed: a data set as it is, or after its own robot's transforms."""
 
@@ -221,17 +252,34 @@ class WeightedMixture:
         Each data set gives its share and goes on in the next epoch where it stopped, so that all of
         its samples are seen equally often, however large or small its weight.
         """
-        counts = _shares(self.samples_per_epoch, self.weights)
+        *before, counts = self._counts(epoch + 1)
+        begins = np.sum(before, axis=0, dtype=np.int64) if before else np.zeros_like(counts)
         parts = [
-            np.stack([np.full(count, number), self._take(seed, epoch, number, count)], axis=1)
-            for number, count in enumerate(counts)
+            np.stack([np.full(count, number), self._take(seed, number, begin, count)], axis=1)
+            for number, (begin, count) in enumerate(zip(begins, counts))
         ]
         return np.concatenate(parts)[shuffled(self.samples_per_epoch, seed, epoch)]
 
-    def _take(self, seed: int, epoch: int, number: int, count: int) -> np.ndarray:
+    def _counts(self, epochs: int) -> Int64[np.ndarray, "e d"]:
+        """How many samples each data set gives in each of the first epochs.
+
+        What does not come out even goes to one data set in this epoch and to another in the next,
+        so that over many epochs all have their share, also one of less than a sample per epoch.
+        """
+        exact = np.asarray(self.weights) * self.samples_per_epoch
+        exact = np.where(np.isclose(exact, exact.round(), rtol=0, atol=1e-9), exact.round(), exact)
+        whole = np.floor(exact)
+        edges = np.concatenate([[0.0], np.cumsum(exact - whole)])
+        edges[-1] = round(edges[-1])
+        # Along these edges one marks whole numbers, beginning somewhere else in every epoch.
+        offsets = (np.arange(epochs) * _GOLDEN_RATIO) % 1
+        extra = np.diff(np.floor(edges + offsets[:, np.newaxis]), axis=1)
+        return (whole + extra).astype(np.int64)
+
+    def _take(self, seed: int, number: int, begin: int, count: int) -> np.ndarray:
         """`count` samples from an endless row of passes over the data set, each shuffled anew."""
         size = len(self.datasets[number])
-        begin, end = epoch * count, (epoch + 1) * count
+        end = begin + count
         passes = range(begin // size, -(-end // size))
         if not passes:
             return np.empty(0, np.int64)
@@ -256,12 +304,3 @@ def shuffled(count: int, *key: int) -> Int64[np.ndarray, " count"]:
         raise ValueError(f"Seed and epoch are {key}; expected are numbers from 0 up.")
     raw = np.random.Philox(np.random.SeedSequence(key)).random_raw(count)
     return np.argsort(raw, kind="stable")
-
-
-def _shares(total: int, weights: Sequence[float]) -> list[int]:
-    """Whole numbers that add up to the total; who loses most by rounding gets the rest."""
-    exact = np.asarray(weights) * total
-    counts = np.floor(exact).astype(np.int64)
-    rest = np.argsort(counts - exact, kind="stable")[: total - int(counts.sum())]
-    counts[rest] += 1
-    return [int(count) for count in counts]

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Int
 from numpy.lib.stride_tricks import sliding_window_view
 
 from piston.config import DataConfig
-from piston.data.pipeline import PADDING_KEY, keys_used
+from piston.data.pipeline import PADDING_KEY, advising, keys_used, leave_out
 from piston.transforms.base import Data, compose, missing_key
 
 STATISTICS_KEYS = ("state", "actions")
@@ -53,7 +53,7 @@ class TransformedColumns:
         if not config.action_sequence_keys:
             raise ValueError(f"The pipeline of {config.repo_id!r} names no action_sequence_keys.")
         self._horizon = horizon
-        self._name = str(config.repo_id)
+        self._config, self._name = config, str(config.repo_id)
         self._sequence_keys = config.action_sequence_keys
         self._transform = compose(
             (*config.repack_transforms.inputs, *config.data_transforms.inputs)
@@ -70,7 +70,8 @@ class TransformedColumns:
         self._cameras = dataset.cameras
         used = keys_used(config)
         wanted = None if used is None else {*used, *self._sequence_keys, "task_index"}
-        self._columns = _read_columns(dataset, wanted, self._sequence_keys, horizon)
+        with advising(config):
+            self._columns = _read_columns(dataset, wanted, self._sequence_keys, horizon)
         self._tasks = dataset.metadata.tasks if config.prompt_from_task else None
 
     def __len__(self) -> int:
@@ -92,9 +93,16 @@ class TransformedColumns:
 
     def place(self, frame: int) -> str:
         """Where a frame is, in words."""
-        episode = int(np.searchsorted(self._starts, frame, side="right")) - 1
+        episode = self._episode_of(frame)
         within = frame - self._starts[episode]
         return f"frame {within} of episode {self._episodes[episode].index} of {self._name}"
+
+    def how_to_leave_out(self, frame: int) -> str:
+        """The option that leaves a frame's episode out."""
+        return leave_out(self._config, [self._episodes[self._episode_of(frame)].index])
+
+    def _episode_of(self, frame: int) -> int:
+        return int(np.searchsorted(self._starts, frame, side="right")) - 1
 
     def _transformed(self, frames: Int[np.ndarray, " n"]) -> dict[str, np.ndarray]:
         data = self._transform(self._gather(frames))

@@ -204,7 +204,7 @@ class VideoThread(CameraThread):
 
 @contextlib.contextmanager
 def priority_kept() -> Iterator[None]:
-    """This thread, and those that start meanwhile, end with the priority that it has now.
+    """This thread, and those that it starts meanwhile, do not become real-time threads.
 
     Where the user is root, SVT-AV1 gives its threads and its caller the highest real-time priority
     of the machine when it opens: a robot's control loop would wait for a video encoder.
@@ -212,16 +212,16 @@ def priority_kept() -> Iterator[None]:
     if not _THREADS.is_dir():  # only Linux changes threads so
         yield
         return
+    before = {int(thread.name) for thread in _THREADS.iterdir()} - {threading.get_native_id()}
     policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
-    before = {thread.name for thread in _THREADS.iterdir()}
+    highest = os.sched_get_priority_max(os.SCHED_FIFO)
     try:
         yield
     finally:
-        os.sched_setscheduler(0, policy, parameters)
-        for thread in _THREADS.iterdir():
-            if thread.name not in before:
-                with contextlib.suppress(ProcessLookupError):  # it has ended since
-                    os.sched_setscheduler(int(thread.name), policy, parameters)
+        for thread in {int(thread.name) for thread in _THREADS.iterdir()} - before:
+            with contextlib.suppress(ProcessLookupError):  # it has ended since
+                if os.sched_getparam(thread).sched_priority == highest:
+                    os.sched_setscheduler(thread, policy, parameters)
 
 
 def as_fraction(fps: float) -> Fraction:

@@ -15,8 +15,7 @@ from jaxtyping import Bool, Float
 
 from piston.config import DataConfig, TrainConfig
 from piston.data.dataset import LeRobotDataset
-from piston.data.pipeline import PADDING_KEY, PromptFromItem, open_source
-from piston.data.subsets import split_episodes
+from piston.data.pipeline import PADDING_KEY, PromptFromItem, open_sources, split_sources
 from piston.transforms.base import Data, Transform, name_of
 from piston.transforms.normalize import read_norm_stats
 from piston.transforms.prompts import PromptFromLeRobotTask
@@ -72,15 +71,17 @@ def read_pipeline(config: TrainConfig, checkpoint: Path) -> DataConfig:
 
 def choose_sample(config: TrainConfig, pipeline: DataConfig) -> Sample:
     """A quarter into the first held-out episode; without any, into the one in the middle."""
-    dataset = open_source(pipeline, config.model)
-    held_out = config.validation_episodes > 0
-    position = len(dataset.episodes) // 2
-    if held_out:
-        _, others = split_episodes(dataset.episodes, config.validation_episodes, seed=config.seed)
-        position = [episode.index for episode in dataset.episodes].index(others[0])
+    dataset, *others = sources = open_sources(pipeline, config.model)
+    position, held_out = len(dataset.episodes) // 2, False
+    if config.validation_episodes:
+        (_, chosen), *_ = split_sources(sources, config.validation_episodes, seed=config.seed)
+        held_out = bool(chosen)
+        if held_out:
+            position = [episode.index for episode in dataset.episodes].index(chosen[0])
     begin, end = dataset.episode_bounds[position]
     item = dataset[int(begin + _SHARE_OF_EPISODE * (end - begin))]
-    dataset.close()
+    for source in (dataset, *others):
+        source.close()
     padding = np.asarray(item[f"{pipeline.action_sequence_keys[0]}_is_pad"])
     trace = follow(_stages(pipeline, dataset), {**item, PADDING_KEY: padding})
     repacked = [step for step in trace if step.stage in ("data set", "prompt", "repack")][-1].data

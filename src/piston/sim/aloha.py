@@ -8,8 +8,10 @@ policy that works in one must work in the other.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -23,9 +25,12 @@ from piston.sim.rendering import View, pose_of, render, set_pose
 import dm_control.mujoco  # isort: skip  (after rendering, which decides on OpenGL)
 import gym_aloha  # noqa: F401  (makes its environments known to gymnasium)
 import gymnasium
+from dm_control.rl.control import PhysicsError
 from gym_aloha.constants import ASSETS_DIR, DT, JOINTS
 from gym_aloha.tasks import sim as tasks
 from gym_aloha.utils import sample_box_pose, sample_insertion_pose
+
+logger = logging.getLogger(__name__)
 
 DIM = len(JOINTS)
 MAX_STEPS = 300  # as gym-aloha registers its environments
@@ -115,6 +120,18 @@ class _Aloha(Environment):
         self.done = True
         set_pose(self._physics.model.ptr, self._physics.data.ptr, pose)
 
+    def _step(self, action: Float[np.ndarray, " 14"]) -> tuple[float, bool, bool]:
+        try:
+            return self._advance(action)
+        except PhysicsError as error:
+            # A policy that has learned nothing may well command what no simulator survives.
+            logger.warning("%s, seed %s: the episode ends here. %s", self.name, self.seed, error)
+            return 0.0, False, True
+
+    @abc.abstractmethod
+    def _advance(self, action: Float[np.ndarray, " 14"]) -> tuple[float, bool, bool]:
+        """One step of the simulator: reward, whether the task is fulfilled, whether it ends."""
+
     def _draw(self, view: View, height: int, width: int) -> UInt8[np.ndarray, "h w 3"]:
         model, data = self._physics.model.ptr, self._physics.data.ptr
         return render(self.task.model_file, model, data, view, height, width)
@@ -146,7 +163,7 @@ class AlohaEnvironment(_Aloha):
         with self._physics.reset_context():
             self._task.initialize_episode(self._physics)
 
-    def _step(self, action: Float[np.ndarray, " 14"]) -> tuple[float, bool, bool]:
+    def _advance(self, action: Float[np.ndarray, " 14"]) -> tuple[float, bool, bool]:
         self._task.before_step(action, self._physics)
         self._physics.step(self._substeps)
         reward = self._task.get_reward(self._physics)
@@ -177,7 +194,7 @@ class StockAlohaEnvironment(_Aloha):
     def _reset(self, seed: int) -> None:
         self._observed, _ = self._gymnasium.reset(seed=seed)
 
-    def _step(self, action: Float[np.ndarray, " 14"]) -> tuple[float, bool, bool]:
+    def _advance(self, action: Float[np.ndarray, " 14"]) -> tuple[float, bool, bool]:
         self._observed, reward, terminated, truncated, info = self._gymnasium.step(action)
         return float(reward), bool(info["is_success"]), terminated or truncated
 

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from piston.atomic_files import write_text
+
 _DECIMALS = 5
 
 
@@ -142,8 +144,7 @@ class Evaluation:
         if self.trace is not None:
             # Thousands of numbers: on one line, behind what people read.
             text = f'{text[:-2]},\n  "trace": {json.dumps(self.trace.to_json())}\n}}'
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        write_text(path, text)
 
 
 def parse_seeds(text: str) -> Sequence[int]:

@@ -10,7 +10,7 @@ import functools
 import logging
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,12 @@ import torch
 from piston import weights
 from piston.config import DataConfig, TrainConfig
 from piston.data.batches import Batch
+from piston.data.episodes import EpisodeError
 from piston.data.finite import require_finite
 from piston.data.loader import Loader
 from piston.data.order import Order
-from piston.data.pipeline import leave_out, open_sources, open_training_data
-from piston.data.subsets import RepeatedStarts, Samples, mixed, split_episodes
+from piston.data.pipeline import leave_out, open_sources, open_training_data, split_sources
+from piston.data.subsets import RepeatedStarts, Samples, WeightedMixture, mixed
 from piston.models.autoregressive import Pi0FAST
 from piston.models.flow import Pi0
 from piston.training.checkpoint import (
@@ -125,7 +126,7 @@ def train_loop(config: TrainConfig) -> Path:
             meter.add(result, waited)
             bar.advance(meter)
             if result.skipped:
-                _tell_skipped(result, batch, step)
+                _tell_skipped(result, batch, step, several=bool(pipeline.more_sets))
                 _check_skipped(meter.skipped_in_a_row, config)
 
             if step % config.log_interval == 0 or step == last_step:
@@ -157,32 +158,47 @@ def _robot_action_dim(config: TrainConfig, pipeline: DataConfig) -> int | None:
 def _open_data(config: TrainConfig, pipeline: DataConfig) -> tuple[Samples, Samples | None]:
     """What is trained on, and the held-out episodes if there are to be any."""
     if pipeline.fake:
-        if config.validation_episodes or config.start_frames:
+        several = config.data.more_sets or config.data.set_shares
+        if config.validation_episodes or config.start_frames or several:
             raise ValueError(
-                "--validation-episodes and --start-frames need a data set; random samples have no "
-                "episodes."
+                "--validation-episodes, --start-frames and --data.more-sets need a data set; "
+                "random samples have no episodes."
             )
         return open_training_data(pipeline, config.model), None
-    sources = list(zip(pipeline.each_set(), open_sources(pipeline, config.model)))
-    for one, source in sources:
+    sets, sources = pipeline.each_set(), open_sources(pipeline, config.model)
+    for one, source in zip(sets, sources):
         require_finite(source, one, config.model.action_horizon)
+    parts = [([episode.index for episode in source.episodes], list[int]()) for source in sources]
+    if config.validation_episodes:
+        parts = split_sources(sources, config.validation_episodes, seed=config.seed)
     training, held_out = [], []
-    for one, source in sources:
-        kept = [episode.index for episode in source.episodes]
+    for one, source, (kept, chosen) in zip(sets, sources, parts):
         read = functools.partial(
             open_training_data, one, config.model, cache_frames=config.cache_frames
         )
-        if config.validation_episodes:
-            kept, chosen = split_episodes(
-                source.episodes, config.validation_episodes, seed=config.seed
-            )
-            held_out.append(read(episodes=chosen))
         samples = read(episodes=kept)
         if config.start_frames:
             lengths = [episode.length for episode in source.episodes if episode.index in kept]
             samples = RepeatedStarts(samples, lengths, config.start_frames, config.start_weight)
         training.append(samples)
-    return mixed(training, pipeline.set_shares), mixed(held_out) if held_out else None
+        if chosen:
+            held_out.append(read(episodes=chosen))
+    everything = mixed(training, pipeline.set_shares)
+    if isinstance(everything, WeightedMixture):
+        _tell_sets(sets, everything, parts)
+    return everything, mixed(held_out) if held_out else None
+
+
+def _tell_sets(
+    sets: Sequence[DataConfig], mixture: WeightedMixture, parts: Sequence[tuple[Sequence[int], ...]]
+) -> None:
+    rows = zip(sets, mixture.datasets, mixture.weights, parts)
+    for one, samples, weight, (kept, chosen) in rows:
+        logger.info(
+            "Set %d: %s, %d episodes, %d samples, %.1f %% of what is drawn%s",
+            *(one.set_index, one.repo_id, len(kept), len(samples), 100 * weight),
+            f"; {len(chosen)} episodes held out" if chosen else "",
+        )
 
 
 def _initial_model(config: TrainConfig, processes: Processes, run: Run) -> Pi0 | Pi0FAST:
@@ -226,10 +242,10 @@ def _read(loader: Loader) -> tuple[Batch, Exception | None]:
 def _without_data(failure: Exception | None, step: int, pipeline: DataConfig) -> Exception:
     """What the loader raised, here or on another process, with how to go on."""
     saved = f"Step {step - 1} is saved. Go" if step else "No step is lost. Go"
-    advice = (
-        f"{saved} on with --resume; if an episode is at fault, without it: --resume "
-        f"{leave_out(pipeline, ['N'])}"
-    )
+    advice = f"{saved} on with --resume"
+    if not isinstance(failure, EpisodeError):  # which says how to do without its episode
+        without = leave_out(pipeline, ["N"])
+        advice += f"; if an episode is at fault, without it: --resume {without}"
     if failure is None:
         return TrainingStopped(f"Another process could not read its data. {advice}")
     failure.add_note(advice)
@@ -240,11 +256,12 @@ def _is_due(step: int, interval: int) -> bool:
     return step > 0 and step % interval == 0
 
 
-def _tell_skipped(result: StepResult, batch: Mapping[str, Any], step: int) -> None:
+def _tell_skipped(
+    result: StepResult, batch: Mapping[str, Any], step: int, *, several: bool
+) -> None:
     places = zip(batch["set_index"], batch["episode_index"], batch["frame_index"])
-    several = bool(batch["set_index"].any())
     frames = [
-        f"{f'set {int(which)}: ' if several else ''}{int(episode)}/{int(frame)}"
+        f"{f'set {int(which)} ' if several else ''}{int(episode)}/{int(frame)}"
         f"{' (!)' if number in result.bad_samples else ''}"
         for number, (which, episode, frame) in enumerate(places)
     ]
