@@ -86,8 +86,8 @@ PLANS = {
         preset="tiny_aloha_sim",
         episodes=150,
         trials=(Trial("asked", "0..49"),),
-        # After half a chunk the fingers are just closing around the cube and hide it from the camera:
-        # a bad moment to look again.
+        # After half a chunk the fingers are closing around the cube and hide it from the camera: a
+        # bad moment to look again.
         execute_horizon=96,
     ),
     "metaworld": DemoPlan(
