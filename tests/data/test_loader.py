@@ -263,7 +263,6 @@ import sys, time
 from worker_samples import Numbers
 from piston.data.loader import Loader
 from piston.data.order import Order
-from piston.data.pipeline import FakeDataset
 
 if __name__ == "__main__":
     data = Numbers(1000)
