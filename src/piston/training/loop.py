@@ -76,7 +76,7 @@ def train_loop(config: TrainConfig) -> Path:
             check_weights(config)
 
         # Data.
-        training, held_out = _open_data(config, pipeline)
+        training, held_out = _open_data(config, pipeline, processes)
         order = Order(
             training,
             config.batch_size,
@@ -155,7 +155,9 @@ def _robot_action_dim(config: TrainConfig, pipeline: DataConfig) -> int | None:
     return None if stats is None else stats.dim
 
 
-def _open_data(config: TrainConfig, pipeline: DataConfig) -> tuple[Samples, Samples | None]:
+def _open_data(
+    config: TrainConfig, pipeline: DataConfig, processes: Processes
+) -> tuple[Samples, Samples | None]:
     """What is trained on, and the held-out episodes if there are to be any."""
     if pipeline.fake:
         several = config.data.more_sets or config.data.set_shares
@@ -184,7 +186,7 @@ def _open_data(config: TrainConfig, pipeline: DataConfig) -> tuple[Samples, Samp
         if chosen:
             held_out.append(read(episodes=chosen))
     everything = mixed(training, pipeline.set_shares)
-    if isinstance(everything, WeightedMixture):
+    if isinstance(everything, WeightedMixture) and processes.is_first:
         _tell_sets(sets, everything, parts)
     return everything, mixed(held_out) if held_out else None
 
