@@ -1,9 +1,10 @@
-"""Logging: one formatter, one place. Knows nothing of what is logged."""
+"""Logging: the line format, and warnings that are logged once."""
 
 from __future__ import annotations
 
 import logging
 import time
+from typing import Any
 
 _LETTERS = {"DEBUG": "D", "INFO": "I", "WARNING": "W", "ERROR": "E", "CRITICAL": "C"}
 
@@ -38,3 +39,18 @@ def init_logging() -> None:
     root.handlers[0].setFormatter(LineFormatter())
     for handler in root.handlers:
         handler.setLevel(max(handler.level, logging.INFO))
+
+
+_warned: set[tuple[str, str]] = set()
+
+
+def warn_once(logger: logging.Logger, kind: str, message: str, *args: Any) -> None:
+    """Log a warning the first time that this logger is asked for one of this kind."""
+    if (logger.name, kind) not in _warned:
+        _warned.add((logger.name, kind))
+        logger.warning(f"{message} (This is logged once.)", *args)
+
+
+def forget_warnings() -> None:
+    """Let every kind of warning be logged once more; for tests."""
+    _warned.clear()

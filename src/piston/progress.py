@@ -10,7 +10,7 @@ import logging
 import sys
 import threading
 import time
-from typing import Any
+from typing import Any, Protocol
 
 from rich import filesize, progress
 from rich.console import Console
@@ -22,6 +22,19 @@ LOG_INTERVAL = 30.0
 # Columns of a terminal: what bytes with their speed take, the time left, and the rest at best.
 _BYTES_WIDTH, _TIME_WIDTH, _BAR_WIDTH, _NOTE_WIDTH = 26, 8, 40, 22
 _SMALLEST = 8
+
+
+class Progress(Protocol):
+    """What a long operation reports to: what is done so far, the total once known, and a note.
+
+    `ProgressBar.show` is one.
+    """
+
+    def __call__(self, done: int, total: int | None = None, note: str = "") -> None: ...
+
+
+def no_progress(done: int, total: int | None = None, note: str = "") -> None:
+    """Report to nobody."""
 
 
 class Live(progress.Progress):

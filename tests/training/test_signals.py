@@ -9,23 +9,23 @@ import pytest
 from piston.data.loader import Loader
 from piston.data.order import Order
 from piston.data.pipeline import FakeDataset
-from piston.training.signals import StopSignals
+from piston.signals import StopSignals
 
 from .tiny_presets import PI0
 
 
 def test_the_first_signal_leaves_a_note(capfd):
     before = signal.getsignal(signal.SIGTERM)
-    with StopSignals() as signals:
-        assert signals.asked is None
+    with StopSignals("finishing the step, then saving.") as signals:
+        assert signals.received is None
         os.kill(os.getpid(), signal.SIGTERM)
-        assert signals.asked == signal.SIGTERM
+        assert signals.received == signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) is before
     assert "SIGTERM: finishing the step, then saving." in capfd.readouterr().err
 
 
 def test_a_second_interrupt_ends_at_once():
-    with StopSignals():
+    with StopSignals("finishing the step, then saving."):
         os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)

@@ -17,12 +17,12 @@ import filelock
 import numpy as np
 import pyarrow as pa
 
-from piston.atomic_files import remove_leftovers, write_json
 from piston.data.episode_stats import EpisodeStats, FeatureStats, column_stats
 from piston.data.features import Features, cameras
 from piston.data.parquet_tables import data_table
 from piston.data.video_encoding import VideoEncoding
 from piston.data.video_remux import VideoSummary, summarise_video
+from piston.files import remove_leftovers, write_json
 
 INFO = Path("meta/info.json")
 # Where unfinished things live; hidden, so that no reader looks inside.

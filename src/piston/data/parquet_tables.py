@@ -14,9 +14,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from piston.atomic_files import replacing
 from piston.data.episode_stats import EpisodeStats
 from piston.data.features import Features, cameras
+from piston.files import atomic_file
 
 # What `datasets` calls the nested array types of two to five dimensions.
 _ARRAY_TYPE = "datasets.features.features.Array{}DExtensionType"
@@ -25,13 +25,13 @@ _IMAGE_TYPE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
 def write_table(table: pa.Table, path: Path) -> None:
     """One row group, whole or not at all."""
-    with replacing(path) as temporary:
+    with atomic_file(path) as temporary:
         pq.write_table(table, temporary, row_group_size=max(len(table), 1))
 
 
 def concatenate_parquet(sources: Iterable[Path], target: Path) -> None:
     """The rows of all sources in one file, row groups kept (one per episode)."""
-    with replacing(target) as temporary:
+    with atomic_file(target) as temporary:
         writer: pq.ParquetWriter | None = None
         try:
             for source in sources:

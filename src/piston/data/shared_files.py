@@ -7,9 +7,9 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from piston.atomic_files import link_or_copy
 from piston.data.parquet_tables import concatenate_parquet
 from piston.data.video_remux import join_key, join_videos
+from piston.files import link_or_copy
 
 # Sorts after every shared file, so that readers that take all data files in order of name see the
 # right order.

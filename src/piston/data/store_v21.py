@@ -9,13 +9,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from piston.atomic_files import append_lines, publish, write_text
 from piston.data.episode_stats import QUANTILES, EpisodeStats
 from piston.data.episode_store import EpisodeStore, Prepared
 from piston.data.features import Features, cameras
 from piston.data.parquet_tables import write_table
 from piston.data.video_encoding import VideoEncoding
 from piston.data.video_remux import VideoSummary
+from piston.files import append_json_lines, publish, write_text
 
 EPISODES = Path("meta/episodes.jsonl")
 EPISODES_STATS = Path("meta/episodes_stats.jsonl")
@@ -72,15 +72,15 @@ class StoreV21(EpisodeStore):
             publish(path, self._video_path(camera, index))
         if prepared.has_new_tasks:
             tasks = [{"task_index": i, "task": task} for task, i in prepared.tasks.items()]
-            append_lines(self.root / TASKS, tasks[prepared.num_stored_tasks :])
+            append_json_lines(self.root / TASKS, tasks[prepared.num_stored_tasks :])
         stats = {"episode_index": index, "stats": _plain_stats(prepared.stats)}
-        append_lines(self.root / EPISODES_STATS, [stats])
+        append_json_lines(self.root / EPISODES_STATS, [stats])
         line = {
             "episode_index": index,
             "tasks": prepared.task_names,
             "length": len(prepared.episode),
         }
-        append_lines(self.root / EPISODES, [line])
+        append_json_lines(self.root / EPISODES, [line])
 
     def _write_summary(self, prepared: Prepared) -> None:
         del prepared  # v2.1 keeps no statistics of the whole set

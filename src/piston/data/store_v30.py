@@ -23,7 +23,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from piston.atomic_files import publish, write_json
 from piston.data.episode_rows import EpisodeRows, column_prefixes, slots_of
 from piston.data.episode_stats import EpisodeStats, merge_stats
 from piston.data.episode_store import RECORDING, EpisodeStore, Prepared
@@ -32,6 +31,7 @@ from piston.data.parquet_tables import stats_of_rows, tasks_table, write_table
 from piston.data.shared_files import STAGING_CHUNK, Slot, Staged, group_staged, join
 from piston.data.video_encoding import VideoEncoding
 from piston.data.video_remux import VideoSummary
+from piston.files import publish, write_json
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from typing import Any
 import av
 import numpy as np
 
-from piston.atomic_files import replacing
 from piston.data.video_encoding import as_fraction
+from piston.files import atomic_file
 
 # Codecs that an mp4 holds and that every reader of LeRobot sets can decode.
 JOINABLE_CODECS = ("av1", "h264", "hevc", "mpeg4", "vp9")
@@ -95,7 +95,7 @@ def join_key(path: Path) -> tuple[Any, ...]:
 def join_videos(sources: Sequence[tuple[Path, int]], target: Path, fps: float) -> None:
     """Joinable videos, each with its number of frames, back to back at i / fps seconds."""
     rate = as_fraction(fps)
-    with replacing(target) as temporary:
+    with atomic_file(target) as temporary:
         options = {
             "movflags": "faststart"
         }  # the index first: players can start before the whole file is there

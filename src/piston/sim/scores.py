@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from piston.atomic_files import write_text
+from piston.files import write_text
 
 _DECIMALS = 5
 

@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from piston import weights
-from piston.atomic_files import sync
 from piston.config import TRAIN_SECTION, TrainConfig
+from piston.files import sync
 from piston.serialization import to_json
 from piston.training.distributed import Processes
 from piston.training.manifest import find_damage, seal

@@ -28,6 +28,7 @@ from piston.data.pipeline import leave_out, open_sources, open_training_data, sp
 from piston.data.subsets import RepeatedStarts, Samples, WeightedMixture, mixed
 from piston.models.autoregressive import Pi0FAST
 from piston.models.flow import Pi0
+from piston.signals import StopSignals
 from piston.training.checkpoint import (
     CheckpointWriter,
     Statistics,
@@ -38,7 +39,6 @@ from piston.training.distributed import Processes, join_processes
 from piston.training.preflight import check_freeze, check_weights, read_statistics
 from piston.training.progress import Meter, RunBar, describe, save_first_batch, time_left
 from piston.training.run import Run, begin, open_run
-from piston.training.signals import StopSignals
 from piston.training.step import StepResult, Trainer
 from piston.training.trackers import (
     Numbers,
@@ -105,7 +105,7 @@ def train_loop(config: TrainConfig) -> Path:
         trackers = _open_trackers(config, processes, run)
         stack.callback(trackers.close)
         bar = stack.enter_context(RunBar(config, run.first_step, processes.is_first))
-        signals = stack.enter_context(StopSignals())
+        signals = stack.enter_context(StopSignals("finishing the step, then saving."))
 
         last_step = config.num_train_steps - 1
         meter.start_clock()
@@ -135,14 +135,14 @@ def train_loop(config: TrainConfig) -> Path:
             with meter.paused():
                 if validation and (_is_due(step, config.validation_interval) or step == last_step):
                     _log_validation(trackers, step, validation.run(trainer), processes)
-                stopping = processes.agree(signals.asked is not None)
+                stopping = processes.agree(signals.received is not None)
                 is_last = step == last_step or stopping
                 if _is_due(step, config.save_interval) or is_last:
                     progress = {"loader": loader.state_dict(), "meter": meter.state_dict()}
                     writer.save(trainer, step, progress, last=is_last)
             if stopping and step < last_step:
                 writer.finish()
-                raise _stopped(signals.asked, step)
+                raise _stopped(signals.received, step)
         writer.finish()
     return run.folder / str(max(last_step, run.resumed or 0))
 

@@ -10,7 +10,7 @@ import json
 import zlib
 from pathlib import Path
 
-from piston.atomic_files import sync
+from piston.files import sync
 
 _NAME = "manifest.json"
 _BLOCK = 2**22

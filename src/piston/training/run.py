@@ -14,8 +14,8 @@ from typing import Any
 
 import filelock
 
-from piston.atomic_files import write_text
 from piston.config import TrainConfig
+from piston.files import write_text
 from piston.serialization import to_json
 from piston.training.checkpoint import UNFINISHED, newest_whole_step, saved_steps
 from piston.training.distributed import Processes

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from piston.atomic_files import write_text
+from piston.files import write_text
 from piston.models.autoregressive import Pi0FAST
 from piston.models.configs import ModelConfig
 from piston.models.flow import Pi0

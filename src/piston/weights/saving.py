@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from piston.atomic_files import sync, write_text
+from piston.files import sync, write_text
 from piston.models.configs import ModelConfig
 from piston.serialization import to_json
 from piston.weights.building import build_on_meta, expected_shapes, held_dtypes, shapes_of

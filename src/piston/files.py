@@ -1,0 +1,168 @@
+"""Files that are complete or absent, and JSON lines.
+
+A writer that is killed leaves only names that start with a dot and end in `.tmp`; no reader takes
+one of those for data. What is written in the files is left to others.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`. It takes that name on success, and is deleted on error.
+
+    The temporary name ends in `.tmp`: tell libraries that choose a format by the ending which one.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _temporary(path)
+    try:
+        yield temporary
+        publish(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def atomic_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """Yield a new folder beside `path`. It takes that name on success, and is deleted on error.
+
+    An empty folder at `path` is replaced; any other raises FileExistsError, unless `overwrite` is
+    set. The old folder is kept until the new one is complete.
+    """
+    check_new_folder(path, overwrite=overwrite)
+    temporary, old = _temporary(path), path.with_name(f".{path.name}.old.tmp")
+    for leftover in (temporary, old):  # of a writer that was killed
+        shutil.rmtree(leftover, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        sync_tree(temporary)
+        if path.exists():
+            path.rename(old)
+        temporary.rename(path)
+        sync(path.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def check_new_folder(path: Path, *, overwrite: bool = False) -> None:
+    """Raise FileExistsError if something is at `path` that a new folder would replace."""
+    if path.exists() and not overwrite and (not path.is_dir() or any(path.iterdir())):
+        raise FileExistsError(
+            f"{path} exists already. Choose another folder, or replace it with --overwrite "
+            "(overwrite=True) where the command has that option."
+        )
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Flush a finished file to disk and rename it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sync(temporary)
+    temporary.replace(path)
+    sync(path.parent)  # a rename survives a power cut only after its folder is flushed
+
+
+def write_text(path: Path, text: str) -> None:
+    with atomic_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8", newline="\n")
+
+
+def write_json(path: Path, value: Any, indent: int = 4) -> None:
+    write_text(path, json.dumps(value, indent=indent, ensure_ascii=False))
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file; a ValueError names the file."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # includes UnicodeDecodeError
+        raise ValueError(f"{path} is not a JSON file: {error}") from error
+
+
+def json_line(row: Mapping[str, Any]) -> str:
+    return json.dumps(row, ensure_ascii=False) + "\n"
+
+
+def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """Yield the number of each line (from 1) and its object, or None if it is not a whole object.
+
+    A process that is killed while it appends leaves part of a line at the end. Empty lines and a
+    missing file yield nothing.
+    """
+    if not path.is_file():
+        return
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode("utf-8"))
+        except ValueError:
+            row = None
+        yield number, row if isinstance(row, dict) else None
+
+
+def write_json_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Replace a file of JSON lines."""
+    write_text(path, "".join(map(json_line, rows)))
+
+
+def append_json_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Add JSON lines to a file that is complete at every moment.
+
+    The file is copied, appended to and renamed: a plain append could be cut within a line. The
+    copy takes a few milliseconds for thousands of lines.
+    """
+    with atomic_file(path) as temporary:
+        if path.exists():
+            shutil.copyfile(path, temporary)
+        with temporary.open("a", encoding="utf-8") as file:
+            file.write("".join(map(json_line, rows)))
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Give a file a second name where the file system allows it, else copy it.
+
+    This is safe for files that are replaced, never changed in place.
+    """
+    with atomic_file(target) as temporary:
+        temporary.unlink(missing_ok=True)
+        try:
+            os.link(source, temporary)
+        except OSError:
+            shutil.copyfile(source, temporary)
+
+
+def remove_leftovers(root: Path) -> None:
+    """Delete the temporary files and folders of writers that were killed."""
+    for leftover in list(root.rglob(".*.tmp")):
+        if leftover.is_dir():
+            shutil.rmtree(leftover)
+        else:
+            leftover.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or a folder's list of names, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Flush a folder and everything in it to disk."""
+    for path in (*folder.rglob("*"), folder):
+        if not path.is_symlink():
+            sync(path)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.tmp")

@@ -1,0 +1,45 @@
+"""Requests to stop: SIGTERM, as clusters send it, and SIGINT (Ctrl-C)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType
+from typing import Any, Self
+
+
+class StopSignals:
+    """Inside this context a signal sets `received`, for a loop to check; the loop decides.
+
+    A second Ctrl-C raises KeyboardInterrupt at once. `message` is printed when the first signal
+    arrives. Python delivers signals to the main thread only; in other threads this does nothing.
+    """
+
+    def __init__(self, message: str) -> None:
+        self.received: signal.Signals | None = None
+        self._message = message
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._previous[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, _: FrameType | None) -> None:
+        if self.received is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = signal.Signals(number)
+        # Logging is not safe here: the signal may interrupt a log line.
+        os.write(2, f"{self.received.name}: {self._message}\n".encode())
+
+
+def ignore_stop_signals(*numbers: signal.Signals) -> None:
+    """In a worker process: leave it to the parent to decide when to stop (default: both)."""
+    for number in numbers or (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,44 @@
+"""Checkpoints that version 0.1.0 wrote load, and give the actions that they gave there.
+
+`presets.json` holds every preset of that version as it stood in a checkpoint's `config.json`.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tyro
+
+import piston
+from piston import presets
+from piston.serialization import from_json
+
+FOLDER = Path(__file__).parent / "reference" / "checkpoints_0.1.0"
+PRESETS = json.loads((FOLDER / "presets.json").read_text())
+
+
+def _observation(case):
+    images = {k.removeprefix("image/"): v for k, v in case.items() if k.startswith("image/")}
+    others = {k: v for k, v in case.items() if not k.startswith("image/") and k not in ("actions",)}
+    return {**others, "prompt": str(case["prompt"])} | ({"images": images} if images else {})
+
+
+@pytest.mark.parametrize("name", ["pi0_aloha", "pi05_libero"])
+def test_checkpoint_gives_the_same_actions(name):
+    case = dict(np.load(FOLDER / name / "case.npz"))
+    found = piston.load_policy(FOLDER / name).infer(_observation(case), seed=7)["actions"]
+    # The same arithmetic; another processor may round its sums in another order.
+    np.testing.assert_allclose(found, case["actions"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_configuration_is_read_as_the_preset(name):
+    found = from_json(PRESETS[name])
+    preset = dataclasses.replace(presets.get(name), exp_name="v010")
+    if preset.data.repo_id is tyro.MISSING:
+        preset = dataclasses.replace(
+            preset, data=dataclasses.replace(preset.data, repo_id="you/set")
+        )
+    assert found == preset
