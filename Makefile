@@ -14,7 +14,7 @@ help:
 	@echo "make test   install and run the whole test suite"
 	@echo "make demo   install and run the main job"
 	@echo "make check  ruff (lint, format) and mypy"
-	@echo "make bench  what is fast, measured"
+	@echo "make bench  measure speed (benchmarks/)"
 
 setup: $(STAMP)
 
@@ -38,10 +38,10 @@ check: setup
 	$(BIN)/mypy
 
 bench: setup
-	$(BIN)/python -m piston.cli bench stats
-	$(BIN)/python -m piston.cli bench serve
-	$(BIN)/python -m piston.cli bench train mid
-	$(BIN)/python -m piston.cli bench inference pi0
+	$(BIN)/python benchmarks/stats.py
+	$(BIN)/python benchmarks/serve.py
+	$(BIN)/python benchmarks/train.py mid
+	$(BIN)/python benchmarks/inference.py pi0
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

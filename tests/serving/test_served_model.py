@@ -5,7 +5,6 @@ import threading
 import numpy as np
 import pytest
 
-from piston.cli.bench_serve import run as bench_serve
 from piston.inference.loading import random_policy
 from piston.robots.aloha import make_aloha_example
 
@@ -74,11 +73,3 @@ def test_the_model_refuses_what_it_cannot_use(start, connect, model_policy):
             client.infer(observation)
         assert "bad_request" in str(caught.value)
         assert client.infer(good)["actions"].shape == (50, 14)
-
-
-def test_the_benchmark_runs(capsys):
-    options = "--seconds 0.5 --clients 3 --max-batch 3 --round-trips 5 --preset pi0_libero"
-    assert bench_serve(options.split()) == 0
-    shown = capsys.readouterr().out
-    for row in ("this server", "least server", "replies per second", "swapped", "memory growth"):
-        assert row in shown

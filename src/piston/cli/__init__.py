@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Sequence
-from difflib import get_close_matches
+from collections.abc import Callable, Sequence
 
-from piston.cli.screen import fail, stdout_closed_early
+from piston.cli.console import fail, stdout_closed_early
 from piston.logs import init_logging
+from piston.suggestions import did_you_mean
 
 # verb → what it does, in the order in which people use them.
 VERBS = {
@@ -25,30 +25,32 @@ VERBS = {
     "report": "show a run as one HTML page",
     "summary": "show what a model is made of, its mask and its memory",
     "convert": "read a checkpoint of any known format and write ours",
-    "bench": "measure what is fast on this machine",
     "client": "measure the round trip to a policy server (client ping)",
     "verify": "replay reference cases and print every error",
 }
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run one verb; errors that a user can cause end in one clear line and exit code 1."""
+    """Run one verb and return its exit code."""
     words = list(sys.argv[1:] if args is None else args)
     if not words or words[0] in ("-h", "--help"):
         print(_help())
         return 0
     verb, rest = words[0], words[1:]
     if verb not in VERBS:
-        nearest = get_close_matches(verb, VERBS, n=1)
-        hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+        hint = did_you_mean(verb, VERBS)
         return fail(f"No verb is named {verb!r}.{hint}\n\n{_help()}", code=2)
+    return run_command(lambda: importlib.import_module(f"piston.cli.{verb}").run(rest))
+
+
+def run_command(command: Callable[[], int | None]) -> int:
+    """Return the exit code of a command; errors that a user can cause become one clear message."""
     init_logging()
     try:
         if os.environ.get("PISTON_PRESETS"):
             # Before any verb: a checkpoint names the classes that such a module defines.
             importlib.import_module("piston.presets").import_user_presets()
-        run = importlib.import_module(f"piston.cli.{verb}").run
-        return int(run(rest) or 0)
+        return int(command() or 0)
     except BrokenPipeError:
         return stdout_closed_early()
     except (ValueError, KeyError, OSError, ImportError) as error:

@@ -12,7 +12,7 @@ import tyro
 from rich.table import Table
 
 from piston import presets
-from piston.cli.screen import console, fail
+from piston.cli.console import console, fail
 from piston.client import Client, Percentiles, ServerError
 from piston.config import TrainConfig
 from piston.robots.aloha import make_aloha_example

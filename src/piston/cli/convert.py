@@ -9,7 +9,7 @@ import torch
 import tyro
 
 from piston import presets, weights
-from piston.cli.screen import console
+from piston.cli.console import console
 from piston.progress import BYTES, ProgressBar
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from piston.cli import data_convert
-from piston.cli.screen import console
+from piston.cli.console import console
 from piston.data.check import check_dataset, readable_cameras, readable_episodes, usable
 from piston.data.episodes import Problem
 from piston.data.location import locate

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from piston.cli.screen import console
+from piston.cli.console import console
 from piston.data.aloha_hdf5 import convert_aloha_hdf5
 from piston.data.convert import Conversion, convert_to_v30
 from piston.data.location import locate

@@ -19,8 +19,8 @@ from typing import Annotated, Any
 import tyro
 from rich.table import Table
 
+from piston.cli.console import console, fail
 from piston.cli.demo_job import Job, StageFailed, begin, ends_with_children
-from piston.cli.screen import console, fail
 from piston.data import Metadata
 from piston.report.evaluations import read_evaluation
 from piston.report.run import read_run

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from rich.markup import escape
 
-from piston.cli.screen import console
+from piston.cli.console import console
 from piston.report.stages import LARGEST, TOGETHER, Stage, Stages, read_stages
 
 # Its presence says that a folder is a demo's own, to be deleted by the next one.

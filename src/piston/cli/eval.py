@@ -12,7 +12,7 @@ from typing import Annotated
 import tyro
 from rich.table import Table
 
-from piston.cli.screen import console
+from piston.cli.console import console
 from piston.inference import load_policy
 from piston.progress import ProgressBar
 from piston.sim.rollouts import Ask, ask_policy, ask_server, evaluate

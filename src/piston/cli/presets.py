@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.tree import Tree
 
 from piston import presets
-from piston.cli.screen import console
+from piston.cli.console import console
 from piston.config import DataConfig, TrainConfig
 from piston.models.configs import ModelConfig
 from piston.models.variants import GemmaSize, VisionSize, size_name

@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 
 import tyro
 
+from piston.cli.console import console
 from piston.cli.demo_job import ends_with_children
-from piston.cli.screen import console
 from piston.data.episode_store import INFO, read_info
 from piston.progress import ProgressBar
 from piston.sim.recording import Recording, record

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from piston.cli.screen import console
+from piston.cli.console import console
 from piston.logs import init_logging
 from piston.report import write_report
 from piston.report.animation import write_animation

@@ -10,7 +10,7 @@ import tyro
 from rich.markup import escape
 from rich.table import Table
 
-from piston.cli.screen import console
+from piston.cli.console import console
 from piston.training.run import CONFIG, list_runs
 
 

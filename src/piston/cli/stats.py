@@ -14,7 +14,7 @@ import tyro
 from rich.table import Table
 
 from piston import presets
-from piston.cli.screen import console
+from piston.cli.console import console
 from piston.config import DataConfig, TrainConfig
 from piston.data.pipeline import keys_used, open_sources
 from piston.data.statistics import KeyStatistics, compute_statistics

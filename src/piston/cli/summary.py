@@ -10,7 +10,7 @@ import tyro
 from rich.table import Table
 
 from piston import presets, weights
-from piston.cli.screen import console
+from piston.cli.console import console
 from piston.models import masks
 from piston.models.autoregressive import Pi0FAST
 from piston.models.configs import ModelConfig

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import tyro
 
 from piston import presets
-from piston.cli.screen import fail
+from piston.cli.console import fail
 from piston.config import TrainConfig
 from piston.optimization import CosineDecaySchedule, LRSchedule, RsqrtDecaySchedule
 from piston.training.loop import TrainingStopped, train_loop

@@ -9,7 +9,7 @@ import tyro
 from rich.markup import escape
 
 from piston import verification
-from piston.cli.screen import console
+from piston.cli.console import console
 from piston.verification.quantity import Quantity
 
 

@@ -1,4 +1,4 @@
-"""`piston bench data PATH`: samples per second of a data set, all cameras, frames resized.
+"""Samples per second of a data set, all cameras, frames resized.
 
     naive    every frame: open the file, decode from its start, close it
     cold     this reader, nothing open yet
@@ -22,7 +22,8 @@ import numpy as np
 import tyro
 from rich.table import Table
 
-from piston.cli.screen import console
+from common import main
+from piston.cli.console import console
 from piston.data import LeRobotDataset, open_dataset
 from piston.data.cache import CachedFrames
 from piston.data.loader import Loader
@@ -78,44 +79,42 @@ def _is_image(value: Any) -> bool:
     return isinstance(value, np.ndarray) and value.ndim == 3 and value.dtype == np.uint8
 
 
-def run(args: list[str]) -> int:
-    chosen = tyro.cli(Arguments, args=args, prog="piston bench data")
-    dataset, numbers = _open(chosen)
+def run(options: Arguments) -> None:
+    dataset, numbers = _open(options)
     indices = np.random.default_rng(0).permutation(len(dataset))
     screen = console()
     screen.print(
-        f"{chosen.path}: {len(dataset):,} frames, {len(dataset.cameras)} cameras, resized to "
-        f"{chosen.pixels} × {chosen.pixels}",
+        f"{options.path}: {len(dataset):,} frames, {len(dataset.cameras)} cameras, resized to "
+        f"{options.pixels} × {options.pixels}",
         highlight=False,
     )
-    results = {"naive": _measure(lambda i: _naive(dataset, numbers, i, chosen), indices, chosen)}
-    plain = Resized(dataset, chosen.pixels)
+    results = {"naive": _measure(lambda i: _naive(dataset, numbers, i, options), indices, options)}
+    plain = Resized(dataset, options.pixels)
     results["cold"] = Measured(_first(plain, indices))
     results["warm"] = dataclasses.replace(
-        _measure(plain.__getitem__, indices, chosen),
+        _measure(plain.__getitem__, indices, options),
         decoding=_share_of_decoding(dataset, plain, indices),
     )
-    with tempfile.TemporaryDirectory(dir=chosen.cache_dir) as folder:
-        cached = CachedFrames(dataset, numbers, chosen.pixels, Path(folder))
+    with tempfile.TemporaryDirectory(dir=options.cache_dir) as folder:
+        cached = CachedFrames(dataset, numbers, options.pixels, Path(folder))
         begun = time.perf_counter()
         cached.build()
         built = len(dataset) / (time.perf_counter() - begun)
-        results["cached"] = _measure(Resized(cached, chosen.pixels).__getitem__, indices, chosen)
-        if chosen.num_workers:
-            name = f"cached, {chosen.num_workers} workers"
-            results[name] = _through_workers(Resized(cached, chosen.pixels), chosen)
+        results["cached"] = _measure(Resized(cached, options.pixels).__getitem__, indices, options)
+        if options.num_workers:
+            name = f"cached, {options.num_workers} workers"
+            results[name] = _through_workers(Resized(cached, options.pixels), options)
     screen.print(_table(results))
     screen.print(f"The cache was built at {built:,.0f} samples/s.", highlight=False)
-    return 0
 
 
-def _open(chosen: Arguments) -> tuple[LeRobotDataset, LeRobotDataset]:
+def _open(options: Arguments) -> tuple[LeRobotDataset, LeRobotDataset]:
     """The set with its images, and its numbers alone."""
-    whole = open_dataset(chosen.path)
+    whole = open_dataset(options.path)
     if not any(episode.videos for episode in whole.episodes):
-        raise ValueError(f"{chosen.path} holds no videos; what is measured here is decoding them.")
-    episodes = [episode.index for episode in whole.episodes[: chosen.episodes]]
-    sequences = {key: chosen.horizon for key in whole.keys if key in ("action", "actions")}
+        raise ValueError(f"{options.path} holds no videos; what is measured here is decoding them.")
+    episodes = [episode.index for episode in whole.episodes[: options.episodes]]
+    sequences = {key: options.horizon for key in whole.keys if key in ("action", "actions")}
     root = whole.metadata.root
     dataset = open_dataset(root, sequences=sequences, episodes=episodes)
     same = [episode.index for episode in dataset.episodes]
@@ -123,10 +122,10 @@ def _open(chosen: Arguments) -> tuple[LeRobotDataset, LeRobotDataset]:
 
 
 def _measure(
-    read: Callable[[int], Any], indices: np.ndarray, chosen: Arguments, least: int = 3
+    read: Callable[[int], Any], indices: np.ndarray, options: Arguments, least: int = 3
 ) -> Measured:
     count, begun = 0, time.perf_counter()
-    while count < least or time.perf_counter() - begun < chosen.seconds:
+    while count < least or time.perf_counter() - begun < options.seconds:
         read(int(indices[count % len(indices)]))
         count += 1
     return Measured(count / (time.perf_counter() - begun))
@@ -153,7 +152,7 @@ def _share_of_decoding(dataset: LeRobotDataset, plain: Resized, indices: np.ndar
     return min(1.0, seconds[1] / seconds[0])
 
 
-def _naive(dataset: LeRobotDataset, numbers: LeRobotDataset, index: int, chosen: Arguments) -> Any:
+def _naive(dataset: LeRobotDataset, numbers: LeRobotDataset, index: int, options: Arguments) -> Any:
     """What a reader without any care does."""
     item = numbers[index]
     position = int(np.searchsorted(dataset.episode_bounds[:, 1], index, side="right"))
@@ -161,7 +160,7 @@ def _naive(dataset: LeRobotDataset, numbers: LeRobotDataset, index: int, chosen:
     for camera, span in episode.videos.items():
         time_s = span.start + (index - dataset.episode_bounds[position, 0]) / dataset.fps
         frame = _decode_from_start(dataset.metadata.root / span.path, time_s)
-        item[camera] = resize_with_pad(frame, chosen.pixels, chosen.pixels)
+        item[camera] = resize_with_pad(frame, options.pixels, options.pixels)
     return item
 
 
@@ -173,13 +172,13 @@ def _decode_from_start(path: Path, time_s: float) -> np.ndarray:
     raise ValueError(f"{path} has no frame at {time_s:.6f} s.")
 
 
-def _through_workers(samples: Resized, chosen: Arguments) -> Measured:
+def _through_workers(samples: Resized, options: Arguments) -> Measured:
     order = Order(samples, batch_size=32)
-    with Loader(samples, order, num_workers=chosen.num_workers) as loader:
-        for _ in range(2 * chosen.num_workers):  # started and ahead
+    with Loader(samples, order, num_workers=options.num_workers) as loader:
+        for _ in range(2 * options.num_workers):  # started and ahead
             next(loader)
         count, begun = 0, time.perf_counter()
-        while time.perf_counter() - begun < chosen.seconds:
+        while time.perf_counter() - begun < options.seconds:
             next(loader)
             count += order.batch_size
         return Measured(count / (time.perf_counter() - begun))
@@ -194,3 +193,7 @@ def _table(results: dict[str, Measured]) -> Table:
         ratio = measured.rate / results["naive"].rate
         table.add_row(name, f"{measured.rate:,.1f}", f"{ratio:,.1f}", share)
     return table
+
+
+if __name__ == "__main__":
+    main(run, Arguments)

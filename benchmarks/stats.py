@@ -1,4 +1,4 @@
-"""`piston bench stats`: frames per second of the statistics, on made-up columns."""
+"""Frames per second of the normalisation statistics, on synthetic columns."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
 
-from piston.cli.screen import console
+from common import main
+from piston.cli.console import console
 from piston.data.processors import num_usable_cpus
 from piston.data.statistics import compute_statistics
 from piston.data.transformed_columns import TransformedColumns
@@ -30,8 +30,8 @@ class Arguments:
     adapt_to_pi: bool = False
 
 
-class MadeUpColumns:
-    """Random walks in the shape of an ALOHA data set."""
+class SyntheticColumns:
+    """Random walks with the columns of an ALOHA data set."""
 
     keys = ("observation.state", "action")
     cameras = ("observation.images.top",)
@@ -40,7 +40,7 @@ class MadeUpColumns:
         starts = np.arange(0, num_frames, episode_length)
         self.episode_bounds = np.stack([starts, np.append(starts[1:], num_frames)], axis=1)
         self.episodes = tuple(types.SimpleNamespace(index=i) for i in range(len(starts)))
-        self.metadata: Any = types.SimpleNamespace(root="made up", tasks={})
+        self.metadata: Any = types.SimpleNamespace(root="synthetic", tasks={})
         steps = np.random.default_rng(0).normal(0, 0.01, (num_frames, 14)).astype(np.float32)
         state = np.mod(np.cumsum(steps, axis=0), 1.0)
         self._columns = {"observation.state": state, "action": state + steps}
@@ -52,20 +52,22 @@ class MadeUpColumns:
         return self._columns[key]
 
 
-def run(args: list[str]) -> int:
-    chosen = tyro.cli(Arguments, args=args, prog="piston bench stats")
-    robot = LeRobotAlohaDataConfig(repo_id="made up", adapt_to_pi=chosen.adapt_to_pi)
-    config = robot.create(Path("assets"), Pi0Config(action_horizon=chosen.horizon))
-    dataset = MadeUpColumns(chosen.frames, chosen.episode_length)
+def run(options: Arguments) -> None:
+    robot = LeRobotAlohaDataConfig(repo_id="synthetic", adapt_to_pi=options.adapt_to_pi)
+    config = robot.create(Path("assets"), Pi0Config(action_horizon=options.horizon))
+    dataset = SyntheticColumns(options.frames, options.episode_length)
     for num_threads in sorted({1, num_usable_cpus()}):
         begun, busy = time.perf_counter(), time.process_time()
-        columns = TransformedColumns(dataset, config, chosen.horizon)
+        columns = TransformedColumns(dataset, config, options.horizon)
         compute_statistics([columns], num_threads=num_threads)
         seconds, busy = time.perf_counter() - begun, time.process_time() - busy
         console().print(
             f"{num_threads} thread{'s' * (num_threads > 1)}: "
-            f"{chosen.frames / seconds:>10,.0f} frames/s; "
-            f"{chosen.frames / busy:,.0f} per second of processor time",
+            f"{options.frames / seconds:>10,.0f} frames/s; "
+            f"{options.frames / busy:,.0f} per second of processor time",
             highlight=False,
         )
-    return 0
+
+
+if __name__ == "__main__":
+    main(run, Arguments)

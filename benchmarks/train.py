@@ -1,6 +1,6 @@
-"""`piston bench train mid`: how fast a mid-size π0 trains, through the whole loop.
+"""Samples per second of a mid-size π0 in training, through the whole training loop.
 
-A small data set is recorded, its frames are cached, and every variant is a run of a few steps in
+A small data set is recorded, its frames are cached, and every variant is a run of a few steps of
 the real loop (loader, augmentation, forward, backward, clipping, AdamW): with and without gradient
 checkpointing, and with several draws of noise per prefix. The first step of a run is not counted.
 Of the others the fastest counts: whatever else the machine does can only slow one down.
@@ -21,7 +21,8 @@ import torch
 import tyro
 from rich.table import Table
 
-from piston.cli.screen import console
+from common import main
+from piston.cli.console import console
 from piston.config import AssetsConfig, TrainConfig
 from piston.data.recorder import Recorder
 from piston.models.configs import Dtype, Pi0Config
@@ -43,7 +44,7 @@ _MODELS = {
         vocab_size=8192,
         tokenizer="bytes",
     ),
-    # Too small to say anything, but quick.
+    # Too small to be worth measuring, but quick.
     "dummy": Pi0Config(
         max_token_len=12,
         vision=VISION["dummy"],
@@ -95,35 +96,33 @@ class Measured:
     waiting_for_data: float
 
 
-def run(args: list[str]) -> int:
-    arguments = tyro.cli(Arguments, args=args, prog="piston bench train")
-    variants = [Variant(draws) for draws in arguments.draws]
-    variants.append(Variant(arguments.draws[0], gradient_checkpointing=True))
+def run(options: Arguments) -> None:
+    variants = [Variant(draws) for draws in options.draws]
+    variants.append(Variant(options.draws[0], gradient_checkpointing=True))
     logging.getLogger().setLevel(logging.WARNING)
     steps: dict[Variant, list[Measured]] = {variant: [] for variant in variants}
     with tempfile.TemporaryDirectory() as folder:
-        config = _prepare(arguments, Path(folder))
+        config = _prepare(options, Path(folder))
         os.environ["PISTON_HOME"] = f"{folder}/home"  # where the cache goes
-        for _ in range(arguments.repeats):
+        for _ in range(options.repeats):
             for variant in variants:
                 steps[variant] += _measure(config, variant)
-    console().print(_table(arguments, config, steps))
-    return 0
+    console().print(_table(options, config, steps))
 
 
-def _prepare(arguments: Arguments, folder: Path) -> TrainConfig:
+def _prepare(options: Arguments, folder: Path) -> TrainConfig:
     data = record(folder / "cups")
     stats = NormStats(np.zeros(DIM), np.ones(DIM))
     write_norm_stats(folder / "assets" / "cups", {"state": stats, "actions": stats})
     return TrainConfig(
         name="bench",
         exp_name="train",
-        model=dataclasses.replace(_MODELS[arguments.size], dtype=arguments.dtype),
+        model=dataclasses.replace(_MODELS[options.size], dtype=options.dtype),
         data=dataclasses.replace(data, assets=AssetsConfig(str(folder / "assets"), "cups")),
         ema_decay=None,
-        batch_size=arguments.batch_size,
-        num_workers=arguments.num_workers,
-        num_train_steps=1 + arguments.steps,
+        batch_size=options.batch_size,
+        num_workers=options.num_workers,
+        num_train_steps=1 + options.steps,
         cache_frames=True,
         log_interval=1,
         overwrite=True,
@@ -175,14 +174,12 @@ def _measure(config: TrainConfig, variant: Variant) -> list[Measured]:
     return [Measured(line["samples_per_second"], line["waiting_for_data"]) for line in lines]
 
 
-def _table(
-    arguments: Arguments, config: TrainConfig, steps: dict[Variant, list[Measured]]
-) -> Table:
+def _table(options: Arguments, config: TrainConfig, steps: dict[Variant, list[Measured]]) -> Table:
     title = (
-        f"π0 ({arguments.size}), float32 masters, computed in {config.model.dtype}, batch "
+        f"π0 ({options.size}), float32 masters, computed in {config.model.dtype}, batch "
         f"{config.batch_size}, {len(_CAMERAS)} of {len(config.model.cameras)} cameras, "
         f"{torch.get_num_threads()} threads, cached frames, fastest of "
-        f"{arguments.steps * arguments.repeats} steps"
+        f"{options.steps * options.repeats} steps"
     )
     table = Table(title=title, title_justify="left")
     for column in ("", "samples/s", "(observation, noise) pairs/s", "relative", "waiting for data"):
@@ -200,3 +197,7 @@ def _table(
             f"{waiting:.1%}",
         )
     return table
+
+
+if __name__ == "__main__":
+    main(run, Arguments)

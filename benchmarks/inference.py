@@ -1,7 +1,7 @@
-"""`piston bench inference`: how fast a full-size model gives a chunk, and how near to the limit.
+"""Seconds per chunk of a full-size model, and how near that is to the limit of the machine.
 
-The limit is the machine's own: the arithmetic that the chunk needs, at the rate of a large matrix
-product measured in the same run. Weights are random; they change neither.
+The limit is the arithmetic that the chunk needs, at the rate of a large matrix product measured in
+the same run. Weights are random, which changes neither.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import dataclasses
 import math
 import multiprocessing
 import resource
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -23,56 +22,67 @@ from rich.table import Table
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from common import main, median_seconds, seconds_of
 from piston import weights
-from piston.cli.screen import console
+from piston.cli.console import console
 from piston.inference.quantization import quantize_for_inference
 from piston.models import tiles
 from piston.models.configs import Pi0Config
 from piston.models.flow import Pi0
 from piston.models.precision import cast_for_inference
+from piston.models.variants import GEMMA, VISION
 from piston.observation import Observation
 
 Held = Literal["float32", "bfloat16", "int8"]
 Computed = Literal["float32", "bfloat16"]
-_FAMILIES = {"pi0": Pi0Config(), "pi05": Pi0Config(pi05=True)}
+_MODELS = {
+    "pi0": Pi0Config(),
+    "pi05": Pi0Config(pi05=True),
+    # Too small to be worth measuring, but quick.
+    "dummy": Pi0Config(
+        vision=VISION["dummy"],
+        vlm=GEMMA["dummy"],
+        action_expert=GEMMA["dummy"],
+        vocab_size=300,
+        tokenizer="bytes",
+    ),
+}
 
 
-def run(args: list[str]) -> int:
-    tyro.cli(_bench, args=args, prog="piston bench inference")
-    return 0
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """Measure one chunk of a full-size model with random weights."""
+
+    # The family, or a dummy to see that the benchmark works.
+    model: Annotated[Literal["pi0", "pi05", "dummy"], tyro.conf.Positional]
+    # What the weights are held in.
+    dtype: Held = "bfloat16"
+    # What activations are computed in; by default the same (float32 for int8).
+    compute: Computed | None = None
+    # How many of the three camera slots are present.
+    cameras: int = 2
+    # Words in the prompt.
+    prompt_tokens: int = 12
+    # Denoising steps.
+    num_steps: int = 10
+    # Chunks that are timed; the median is shown.
+    repeats: int = 3
+    # Write the weights to a file first, and time from there to the first action.
+    file: bool = False
 
 
-def _bench(
-    model: Annotated[Literal["pi0", "pi05"], tyro.conf.Positional],
-    dtype: Held = "bfloat16",
-    compute: Computed | None = None,
-    cameras: int = 2,
-    prompt_tokens: int = 12,
-    num_steps: int = 10,
-    repeats: int = 3,
-    file: bool = False,
-) -> None:
-    """Measure one chunk of a full-size model with random weights.
-
-    Args:
-        model: The family.
-        dtype: What the weights are held in.
-        compute: What activations are computed in; by default the same (float32 for int8).
-        cameras: How many of the three camera slots are present.
-        prompt_tokens: Words in the prompt.
-        num_steps: Denoising steps.
-        repeats: Chunks that are timed; the median is shown.
-        file: Write the weights to a file first, and time from there to the first action.
-    """
-    computed: Computed = compute or ("bfloat16" if dtype == "bfloat16" else "float32")
-    config = dataclasses.replace(_FAMILIES[model], dtype=computed)
-    observation = make_observation(config, cameras, prompt_tokens)
-    if file:
-        network, first_action = _load_from_file(config, dtype, observation, num_steps)
+def run(options: Arguments) -> None:
+    computed: Computed = options.compute or (
+        "bfloat16" if options.dtype == "bfloat16" else "float32"
+    )
+    config = dataclasses.replace(_MODELS[options.model], dtype=computed)
+    observation = make_observation(config, options.cameras, options.prompt_tokens)
+    if options.file:
+        model, first_action = _load_from_file(config, options.dtype, observation, options.num_steps)
     else:
-        network, first_action = random_model(config, dtype), None
-    timing = measure(network, observation, num_steps, repeats)
-    rate = matmul_rate(dtype, computed)
+        model, first_action = random_model(config, options.dtype), None
+    timing = measure(model, observation, options.num_steps, options.repeats)
+    rate = matmul_rate(options.dtype, computed)
     rows = [
         ("seconds per chunk", f"{timing.chunk:.2f}"),
         ("    vision", f"{timing.vision:.2f}"),
@@ -88,9 +98,9 @@ def _bench(
             ("from the file (in the page cache) to the first action", f"{first_action:.1f} s")
         )
     title = (
-        f"{config.family}, held in {dtype}, computed in {computed}, {cameras} of "
-        f"{len(config.cameras)} cameras, {prompt_tokens} prompt tokens, {num_steps} steps, "
-        f"{torch.get_num_threads()} threads"
+        f"{config.family}, held in {options.dtype}, computed in {computed}, {options.cameras} of "
+        f"{len(config.cameras)} cameras, {options.prompt_tokens} prompt tokens, "
+        f"{options.num_steps} steps, {torch.get_num_threads()} threads"
     )
     table = Table(title=title, title_justify="left", show_header=False)
     for row in rows:
@@ -158,9 +168,9 @@ def measure(model: Pi0, observation: Observation, num_steps: int, repeats: int) 
     counter = FlopCounterMode(display=False, custom_mapping=_UNCOUNTED)
     with counter:  # the warm-up as well
         model.sample_actions(observation, noise, num_steps)
-    chunk = _median(lambda: model.sample_actions(observation, noise, num_steps), repeats)
-    embed = _median(lambda: model.embed_prefix(observation), repeats)
-    prefix = _median(lambda: model.prefill(observation), repeats)
+    chunk = median_seconds(lambda: model.sample_actions(observation, noise, num_steps), repeats)
+    embed = median_seconds(lambda: model.embed_prefix(observation), repeats)
+    prefix = median_seconds(lambda: model.prefill(observation), repeats)
     return Timing(chunk, embed, prefix - embed, chunk - prefix, counter.get_total_flops())
 
 
@@ -200,7 +210,7 @@ def matmul_rate(dtype: Held, computed: Computed) -> float:
             held = getattr(torch, computed)
             a, b = torch.randn(rows, inner).to(held), torch.randn(columns, inner).to(held).t()
             product = _product_of_the_models(held)
-        seconds = min(_seconds(lambda: product(a, b)) for _ in range(8))  # noqa: B023
+        seconds = min(seconds_of(lambda: product(a, b)) for _ in range(8))  # noqa: B023
         rates.append(2 * rows * inner * columns / seconds)
     return max(rates)
 
@@ -236,15 +246,9 @@ def _write_random(config: Pi0Config, dtype: Held, path: Path) -> None:
     weights.save_model(random_model(config, dtype), config, path)
 
 
-def _median(call: Callable[[], object], repeats: int) -> float:
-    return statistics.median(_seconds(call) for _ in range(repeats))
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
-
-
 def _peak_memory() -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+if __name__ == "__main__":
+    main(run, Arguments)

@@ -1,11 +1,11 @@
-"""`piston bench serve`: what a server adds to its policy, and how it holds up under load.
+"""What a server adds to the time of its policy, and how it performs under load.
 
     overhead   one client, a policy that does nothing, three images: the round trip; beside it, in
                turns, that of the least server there can be, which says what the machine is up to
     load       many clients, a tiny model: replies per second without and with batching; every
                reply is compared with the one that the same observation got when it was alone
 
-Servers run in processes of their own. Knows nothing of how a server works inside.
+Servers run in processes of their own.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
 import websockets.asyncio.server
 from rich.table import Table
 from websockets.exceptions import ConnectionClosed
 
+from common import main
 from piston import presets
 from piston.cli.client import example_of
-from piston.cli.screen import console
+from piston.cli.console import console
 from piston.client import Client, ServerError
 from piston.client.codec import pack, unpack
 from piston.serving import ServerConfig, running_server
@@ -64,14 +64,13 @@ class Arguments:
     threads: int = 1
 
 
-def run(args: list[str]) -> int:
-    chosen = tyro.cli(Arguments, args=args, prog="piston bench serve")
-    if chosen.round_trips:
-        console().print(_overhead(chosen.round_trips))
-    if not chosen.seconds:
+def run(options: Arguments) -> int:
+    if options.round_trips:
+        console().print(_overhead(options.round_trips))
+    if not options.seconds:
         return 0
-    loads = [_load(chosen, max_batch) for max_batch in (1, chosen.max_batch)]
-    console().print(_load_table(chosen, loads))
+    loads = [_load(options, max_batch) for max_batch in (1, options.max_batch)]
+    console().print(_load_table(options, loads))
     return 0 if all(load.num_errors == load.num_wrong == 0 for load in loads) else 1
 
 
@@ -172,14 +171,14 @@ class _Load:
         return sum(difference > _TOLERANCE for difference in self.differences)
 
 
-def _load(chosen: Arguments, max_batch: int) -> _Load:
-    config = ServerConfig(port=0, max_batch=max_batch, max_queue=4 * chosen.clients)
-    load = _Load(max_batch, chosen.seconds)
-    with _process(_serve_tiny, chosen.preset, config, chosen.threads) as (port, pid):
-        observations = _observations(chosen)
+def _load(options: Arguments, max_batch: int) -> _Load:
+    config = ServerConfig(port=0, max_batch=max_batch, max_queue=4 * options.clients)
+    load = _Load(max_batch, options.seconds)
+    with _process(_serve_tiny, options.preset, config, options.threads) as (port, pid):
+        observations = _observations(options)
         with Client("127.0.0.1", port, timeout=60.0) as alone:
             expected = [[alone.infer(one)["actions"] for one in own] for own in observations]
-        deadline = time.monotonic() + chosen.seconds
+        deadline = time.monotonic() + options.seconds
         clients = [
             threading.Thread(target=_drive, args=(port, own, wanted, deadline, load))
             for own, wanted in zip(observations, expected, strict=True)
@@ -188,14 +187,14 @@ def _load(chosen: Arguments, max_batch: int) -> _Load:
             client.start()
         while any(client.is_alive() for client in clients):
             load.memory.append(_resident_bytes(pid))
-            time.sleep(chosen.seconds / 200)
+            time.sleep(options.seconds / 200)
     return load
 
 
-def _observations(chosen: Arguments) -> list[list[dict[str, Any]]]:
+def _observations(options: Arguments) -> list[list[dict[str, Any]]]:
     """For each client some that nobody else sends."""
-    example = example_of(presets.get(chosen.preset))
-    seeds = np.arange(chosen.clients * _NUM_OBSERVATIONS).reshape(chosen.clients, -1)
+    example = example_of(presets.get(options.preset))
+    seeds = np.arange(options.clients * _NUM_OBSERVATIONS).reshape(options.clients, -1)
     return [[{**example, "seed": seed} for seed in own] for own in seeds.tolist()]
 
 
@@ -243,10 +242,10 @@ def _serve_tiny(pipe: Connection, preset: str, config: ServerConfig, threads: in
         pipe.recv()
 
 
-def _load_table(chosen: Arguments, loads: list[_Load]) -> Table:
+def _load_table(options: Arguments, loads: list[_Load]) -> Table:
     title = (
-        f"Load: {chosen.clients} clients, {chosen.seconds:g} s each, tiny model of "
-        f"{chosen.preset}, threads: {chosen.threads}"
+        f"Load: {options.clients} clients, {options.seconds:g} s each, tiny model of "
+        f"{options.preset}, threads: {options.threads}"
     )
     names = [
         "one by one" if load.max_batch == 1 else f"batches ≤ {load.max_batch}" for load in loads
@@ -296,3 +295,7 @@ def _process(serve: Callable[..., None], *args: Any) -> Iterator[tuple[int, int]
     finally:
         process.terminate()
         process.join()
+
+
+if __name__ == "__main__":
+    main(run, Arguments)

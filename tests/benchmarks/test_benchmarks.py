@@ -1,0 +1,53 @@
+"""Every benchmark runs at a small size. What it measures is not looked at."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+RUNS = {
+    "stats.py --frames 2000 --horizon 5": ("1 thread:", "frames/s"),
+    "serve.py --seconds 0.5 --clients 3 --max-batch 3 --round-trips 5 --preset pi0_libero": (
+        *("this server", "least server", "replies per second", "swapped", "memory growth"),
+    ),
+    "train.py dummy --steps 1 --draws 1 --num-workers 0 --batch-size 2": (
+        *("1 draw per prefix", "gradient checkpointing", "waiting for data"),
+    ),
+    "inference.py dummy --repeats 1 --num-steps 2 --dtype float32 --file": (
+        *("seconds per chunk", "vision", "prefill", "denoising", "share of that rate"),
+        *("peak memory", "to the first action"),
+    ),
+}
+
+
+def run(words):
+    """In a process of its own, as a person would: some benchmarks start others."""
+    command = [sys.executable, *words]
+    result = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("words", RUNS, ids=lambda words: words.split()[0])
+def test_benchmark_runs(words):
+    shown = run(words.split())
+    for text in RUNS[words]:
+        assert text in shown
+
+
+def test_data_benchmark_runs(tmp_path):
+    record = "import pathlib, sys, train; train.record(pathlib.Path(sys.argv[1]), frames=20)"
+    run(["-c", record, str(tmp_path / "set")])
+    shown = run(["data.py", str(tmp_path / "set"), "--seconds", "0.2", "--num-workers", "1"])
+    for row in ("naive", "cold", "warm", "cached, 1 workers", "The cache was built"):
+        assert row in shown
+
+
+def test_errors_are_one_message():
+    command = [sys.executable, "data.py", "nowhere"]
+    result = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: ")
+    assert "Traceback" not in result.stderr
