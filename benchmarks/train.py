@@ -29,7 +29,7 @@ from piston.models.configs import Dtype, Pi0Config
 from piston.models.variants import GEMMA, VISION, GemmaSize, VisionSize
 from piston.robots.aloha import DIM, LeRobotAlohaDataConfig
 from piston.training.loop import train_loop
-from piston.training.trackers import METRICS, read_lines
+from piston.training.trackers import METRICS, read_metrics
 from piston.transforms.base import Group
 from piston.transforms.keys import RepackTransform
 from piston.transforms.normalize import NormStats, write_norm_stats
@@ -170,7 +170,7 @@ def _measure(config: TrainConfig, variant: Variant) -> list[Measured]:
         gradient_checkpointing=variant.gradient_checkpointing,
     )
     checkpoint = train_loop(config)
-    lines = read_lines(checkpoint.parent / METRICS)[1:]
+    lines = read_metrics(checkpoint.parent / METRICS)[1:]
     return [Measured(line["samples_per_second"], line["waiting_for_data"]) for line in lines]
 
 

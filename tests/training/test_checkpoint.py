@@ -1,12 +1,20 @@
 """What goes into a checkpoint, and how it is written."""
 
 import json
+import os
+import pickle
 
+import pytest
 import torch
 
-from piston.training.checkpoint import CheckpointWriter, restore, saved_steps
+from piston.training.checkpoint import (
+    CheckpointWriter,
+    _Snapshot,
+    restore,
+    saved_steps,
+    state_tensors,
+)
 from piston.training.manifest import find_damage, seal
-from piston.training.state import snapshot, state_tensors
 
 from .running import assert_same_tensors, state, tiny
 from .test_step import ALONE, make_batch, make_trainer
@@ -15,7 +23,8 @@ from .test_step import ALONE, make_batch, make_trainer
 def test_a_snapshot_holds_everything_once_and_stays_as_it_was():
     trainer = make_trainer()
     trainer.step(make_batch(), 0)
-    saved, served = snapshot(trainer)
+    snapshot = _Snapshot.of(trainer, 0, {})
+    saved, served = snapshot.state, snapshot.served
     own = {tensor.data_ptr() for tensor in state_tensors(trainer).values()}
     copies = {tensor.data_ptr() for tensor in saved.values()}
     assert not own & copies
@@ -75,3 +84,25 @@ def test_parameters_without_a_part_in_the_loss_are_kept_too():
     assert not any(f"optimizer/{name}/step" in tensors for name in unused)
     used = set(trainer.parameters) - unused
     assert all(torch.is_tensor(tensors[f"optimizer/{name}/exp_avg"]) for name in used)
+
+
+class _Harmful:
+    """What a hostile file would hold: unpickling it creates a folder."""
+
+    def __init__(self, path):
+        self._path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self._path),)
+
+
+def test_a_training_state_cannot_run_code(tmp_path):
+    trainer = make_trainer()
+    with CheckpointWriter(tiny(tmp_path), tmp_path, ALONE, None) as writer:
+        writer.save(trainer, 0, {})
+        writer.finish()
+    witness = tmp_path / "witness"
+    (tmp_path / "0" / "train_state" / ".metadata").write_bytes(pickle.dumps(_Harmful(witness)))
+    with pytest.raises(ValueError, match=r"posix\.mkdir.*do not resume"):
+        restore(make_trainer(), tmp_path / "0")
+    assert not witness.exists()

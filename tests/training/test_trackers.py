@@ -16,7 +16,7 @@ from piston.training.checkpoint import saved_steps
 from piston.training.loop import train_loop
 from piston.training.progress import Meter
 from piston.training.step import StepResult
-from piston.training.trackers import JsonLines, Trackers, flat, forget_after, read_lines
+from piston.training.trackers import JsonLines, Trackers, flat, read_metrics, remove_metrics_after
 
 from .running import command, environment, losses, metrics, tiny
 
@@ -25,10 +25,10 @@ def test_lines_of_steps_that_are_done_again_are_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"step": step, "loss": 0.1 * step}) for step in range(4)]
     path.write_text("\n".join(lines) + '\n{"step": 4, "lo')  # killed while it wrote
-    assert [line["step"] for line in read_lines(path)] == [0, 1, 2, 3]
-    forget_after(path, 2)
+    assert [line["step"] for line in read_metrics(path)] == [0, 1, 2, 3]
+    remove_metrics_after(path, 2)
     assert path.read_text() == "".join(line + "\n" for line in lines[:3])
-    forget_after(tmp_path / "none", 2)
+    remove_metrics_after(tmp_path / "none", 2)
 
 
 def test_what_cannot_be_written_does_not_end_the_run(caplog):
@@ -44,8 +44,8 @@ def test_what_cannot_be_written_does_not_end_the_run(caplog):
 def test_a_line_that_is_not_text_is_left_out(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 0, "loss": 0.5}\n{"step": 1, "\xff\xfe": 1}\n[]\n{"loss": 1}\n')
-    assert read_lines(path) == [{"step": 0, "loss": 0.5}]
-    forget_after(path, 0)
+    assert read_metrics(path) == [{"step": 0, "loss": 0.5}]
+    remove_metrics_after(path, 0)
     assert path.read_text() == '{"step": 0, "loss": 0.5}\n'
 
 
@@ -63,7 +63,7 @@ def test_a_service_that_fails_is_told_of_once(tmp_path, caplog):
         trackers.log(step, {"loss": 1.0})
     trackers.close()
     assert caplog.text.count("the service is") == 1
-    assert len(read_lines(tmp_path / "metrics.jsonl")) == 3
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
 
 
 def test_numbers_per_dimension_become_numbers():

@@ -33,15 +33,21 @@ from piston.training.checkpoint import (
     CheckpointWriter,
     Statistics,
     restore,
-    tell_other_statistics,
+    warn_of_other_statistics,
 )
 from piston.training.distributed import Processes, join_processes
-from piston.training.preflight import check_freeze, check_weights, read_statistics
 from piston.training.progress import Meter, RunBar, describe, save_first_batch, time_left
-from piston.training.run import Run, begin, open_run
+from piston.training.run import (
+    Run,
+    begin,
+    check_freeze,
+    check_weights,
+    open_run,
+    read_statistics,
+)
 from piston.training.step import StepResult, Trainer
 from piston.training.trackers import (
-    Numbers,
+    Metrics,
     Trackers,
     check_logins,
     make_trackers,
@@ -97,7 +103,7 @@ def train_loop(config: TrainConfig) -> Path:
             meter.load_state_dict(progress["meter"])
             logger.info("Resumed %s after step %d", run.folder, run.resumed)
             if processes.is_first:
-                tell_other_statistics(run.resumed_folder, statistics)
+                warn_of_other_statistics(run.resumed_folder, statistics)
 
         # From here on something is written.
         begin(run, config, processes)
@@ -290,7 +296,7 @@ def _check_skipped(in_a_row: int, config: TrainConfig) -> None:
 
 
 def _log(
-    trackers: Trackers, step: int, config: TrainConfig, numbers: Numbers, processes: Processes
+    trackers: Trackers, step: int, config: TrainConfig, numbers: Metrics, processes: Processes
 ) -> None:
     trackers.log(step, numbers)
     if processes.is_first:
@@ -298,7 +304,7 @@ def _log(
         logger.info("step %d/%d  %s  %s", step, config.num_train_steps, describe(numbers), left)
 
 
-def _log_validation(trackers: Trackers, step: int, numbers: Numbers, processes: Processes) -> None:
+def _log_validation(trackers: Trackers, step: int, numbers: Metrics, processes: Processes) -> None:
     trackers.log(step, numbers)
     if processes.is_first:
         told = (

@@ -19,7 +19,7 @@ from rich.table import Column
 from piston.config import TrainConfig
 from piston.progress import Live, shortened
 from piston.training.step import StepResult
-from piston.training.trackers import Numbers
+from piston.training.trackers import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Meter:
             self._loss += result.loss
             self._gradient_norm += result.gradient_norm
 
-    def numbers(self) -> Numbers:
+    def numbers(self) -> Metrics:
         elapsed = time.perf_counter() - self._started
         return {
             "loss": self._loss / self._count if self._count else None,
@@ -137,7 +137,7 @@ def _columns(name: str, width: int) -> list[progress.ProgressColumn]:
     return columns
 
 
-def describe(numbers: Numbers) -> str:
+def describe(numbers: Metrics) -> str:
     loss = "–" if numbers["loss"] is None else f"{numbers['loss']:.4f}"
     return (
         f"loss {loss}  lr {numbers['learning_rate']:.2e}  "
@@ -145,7 +145,7 @@ def describe(numbers: Numbers) -> str:
     )
 
 
-def time_left(numbers: Numbers, num_samples: int) -> str:
+def time_left(numbers: Metrics, num_samples: int) -> str:
     """How long so many more samples take at the present rate: `2:05:10 left`."""
     rate = numbers["samples_per_second"]
     assert isinstance(rate, float)

@@ -1,4 +1,4 @@
-"""A run's folder: opened, resumed or begun again, and never lost by mistake."""
+"""The folder of a run: checked before anything slow happens, opened, resumed or begun again."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import shlex
 import shutil
 import time
 from collections.abc import Iterator
@@ -13,29 +14,93 @@ from pathlib import Path
 from typing import Any
 
 import filelock
+import tyro
 
-from piston.config import TrainConfig
+from piston import presets, weights
+from piston.config import DataConfig, TrainConfig
 from piston.files import write_text
 from piston.serialization import to_json
 from piston.training.checkpoint import UNFINISHED, newest_whole_step, saved_steps
 from piston.training.distributed import Processes
 from piston.training.manifest import find_damage
-from piston.training.trackers import METRICS, WANDB_ID, forget_after, read_lines
+from piston.training.optimizer import freeze_parameters
+from piston.training.trackers import METRICS, WANDB_ID, read_metrics, remove_metrics_after
 from piston.transforms.keys import flatten_dict
+from piston.weights.errors import check_match
 
 logger = logging.getLogger(__name__)
 
 CONFIG = "run.json"
-# Not worth a word when it is other than before: what one changes to go on, and where things are.
-_MEANT_TO_CHANGE = ("resume", "overwrite", "num_train_steps", "checkpoint_base_dir")
-# Seconds until a file of one machine is seen on another, at the latest.
-_PATIENCE = 60.0
+# Options whose change is not logged on resume: people change them to continue, or to move a run.
+_EXPECTED_TO_CHANGE = ("resume", "overwrite", "num_train_steps", "checkpoint_base_dir")
+# Seconds within which a file that one machine wrote must be visible on the others.
+_FILE_SYSTEM_DELAY = 60.0
+
+
+# -- cheap checks that come before anything slow
+
+
+def read_statistics(config: TrainConfig) -> DataConfig:
+    """Return the pipeline with its statistics; an error names the command that computes them."""
+    return config.data_config().with_norm_stats(_stats_arguments(config))
+
+
+def check_freeze(config: TrainConfig) -> None:
+    """Raise ValueError if a --freeze pattern matches nothing, or all of them match everything."""
+    freeze_parameters(weights.build_on_meta(config.model), config.freeze)
+
+
+def check_weights(config: TrainConfig) -> None:
+    """Raise an error if the initial checkpoint is missing or does not fit; reads headers only."""
+    if config.weights is None:
+        return
+    checkpoint = weights.open_checkpoint(config.weights, config.model)
+    check_match(
+        weights.expected_shapes(config.model),
+        checkpoint.shapes(),
+        may_be_new=config.may_be_new,
+        what=f"{checkpoint} does not fit the {config.model.family} model",
+    )
+
+
+def _stats_arguments(config: TrainConfig) -> str:
+    """Return the arguments with which `piston stats` computes this configuration's statistics."""
+    try:
+        preset = presets.get(config.name)
+    except presets.UnknownPreset:
+        return config.name
+    words = [config.name, *_changed(preset.data, config.data, "--data.")]
+    if config.model.action_horizon != preset.model.action_horizon:
+        words += ["--model.action-horizon", str(config.model.action_horizon)]
+    if config.assets_base_dir != preset.assets_base_dir:
+        words += ["--assets-base-dir", config.assets_base_dir]
+    return shlex.join(words)
+
+
+def _changed(before: Any, now: Any, prefix: str) -> Iterator[str]:
+    """Yield the options for the fields in which two configurations differ."""
+    for field in dataclasses.fields(now):
+        value, own = getattr(now, field.name), getattr(before, field.name, None)
+        name = field.name.replace("_", "-")
+        if value == own or value is tyro.MISSING:
+            continue
+        if dataclasses.is_dataclass(value):
+            yield from _changed(own, value, f"{prefix}{name}.")
+        elif isinstance(value, bool):
+            yield f"{prefix}{'' if value else 'no-'}{name}"
+        elif isinstance(value, tuple):
+            yield from (f"{prefix}{name}", *map(str, value))
+        elif value is None or isinstance(value, str | int | float):
+            yield from (f"{prefix}{name}", str(value))
+
+
+# -- the folder
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
     folder: Path
-    # The step to go on after; None for a run that begins.
+    # The step of the checkpoint to resume from; None for a new run.
     resumed: int | None
 
     @property
@@ -49,7 +114,7 @@ class Run:
 
 @contextlib.contextmanager
 def open_run(config: TrainConfig, processes: Processes) -> Iterator[Run]:
-    """Finds where to go on, or refuses; changes nothing yet. No two can have the same run."""
+    """Lock the run and find the checkpoint to resume from; change nothing yet."""
     folder = config.checkpoint_dir.absolute()
     with contextlib.ExitStack() as stack:
         if processes.is_first:
@@ -58,14 +123,14 @@ def open_run(config: TrainConfig, processes: Processes) -> Iterator[Run]:
 
 
 def begin(run: Run, config: TrainConfig, processes: Processes) -> None:
-    """Make the folder ready for steps. Here, and not before, --overwrite deletes."""
+    """Prepare the folder for training. --overwrite deletes here, not earlier."""
     if processes.is_first:
         if config.overwrite and run.folder.exists():
             shutil.rmtree(run.folder)
         run.folder.mkdir(parents=True, exist_ok=True)
-        _tidy(run)
+        _clean_up(run)
         text = json.dumps(to_json(config), indent=2)
-        _tell_changes(run.folder / CONFIG, json.loads(text))
+        _log_changes(run.folder / CONFIG, json.loads(text))
         write_text(run.folder / CONFIG, text)
     processes.wait_for_all()
     _check_shared(run.folder)
@@ -77,48 +142,48 @@ def _find_step(config: TrainConfig, folder: Path) -> int | None:
         if step is None and saved_steps(folder):
             raise ValueError(
                 f"None of the checkpoints in {folder} is whole (see the warnings above), so there "
-                "is nothing to resume from. Give --overwrite to begin again; it deletes them."
+                "is nothing to resume from. Give --overwrite to start again; it deletes them."
             )
         if step is None:
-            logger.info("Nothing to resume in %s: the run begins.", folder)
+            logger.info("Nothing to resume in %s: starting a new run.", folder)
         return step
     if folder.exists() and any(folder.iterdir()) and not config.overwrite:
         raise FileExistsError(
-            f"{folder} exists already. Give --resume to go on with that run, --overwrite to delete "
-            "it and begin again, or another --exp-name."
+            f"{folder} exists already. Give --resume to continue that run, --overwrite to delete "
+            "it and start again, or another --exp-name."
         )
     return None
 
 
-def _tidy(run: Run) -> None:
-    """Put away what a process that was killed left behind."""
+def _clean_up(run: Run) -> None:
+    """Remove what a killed process left behind and set damaged checkpoints aside."""
     for pattern in UNFINISHED:
         for leftover in run.folder.glob(pattern):
             shutil.rmtree(leftover)
     for step in saved_steps(run.folder):
-        if step >= run.first_step:  # damaged, and told of
+        if step >= run.first_step:  # damaged; a warning has been logged
             damaged = run.folder / f"{step}.damaged"
             shutil.rmtree(damaged, ignore_errors=True)
             (run.folder / str(step)).rename(damaged)
-    forget_after(run.folder / METRICS, run.first_step - 1)
+    remove_metrics_after(run.folder / METRICS, run.first_step - 1)
     if run.resumed is None:
         (run.folder / WANDB_ID).unlink(missing_ok=True)
 
 
-def _tell_changes(path: Path, now: dict[str, Any]) -> None:
-    """One line with what is configured otherwise than when the run was last started."""
+def _log_changes(path: Path, now: dict[str, Any]) -> None:
+    """Log in one line which options differ from the last start of this run."""
     before = flatten_dict(_read_config(path) or {}, ".")
     changed = [
         f"{name} {before[name]} → {value}"
         for name, value in flatten_dict(now, ".").items()
-        if name in before and before[name] != value and name not in _MEANT_TO_CHANGE
+        if name in before and before[name] != value and name not in _EXPECTED_TO_CHANGE
     ]
     if changed:
         logger.info("changed since the last start: %s", ", ".join(changed))
 
 
 def _read_config(path: Path) -> dict[str, Any] | None:
-    """None where there is none, or none that can be read."""
+    """Return the saved configuration, or None if it is missing or unreadable."""
     try:
         config = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -127,26 +192,26 @@ def _read_config(path: Path) -> dict[str, Any] | None:
 
 
 def _check_shared(folder: Path) -> None:
-    deadline = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + _FILE_SYSTEM_DELAY
     while not (folder / CONFIG).is_file():
         if time.monotonic() > deadline:
             raise FileNotFoundError(
-                f"This process does not see {folder}, which the first one has made. All machines "
-                "of a run need the same disk there: set --checkpoint-base-dir."
+                f"This process cannot see {folder}, which the first process created. All machines "
+                "of a run need the same disk: set --checkpoint-base-dir to a shared folder."
             )
         time.sleep(0.5)
 
 
 @contextlib.contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """The system takes the lock away from a process that ends, however it ends."""
+    """Hold the run's lock; the operating system releases it however the process ends."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(folder.with_name(f".{folder.name}.lock"))
     try:
         lock.acquire(timeout=0)
     except filelock.Timeout:
         raise FileExistsError(
-            f"Another process is training {folder}. End it first, or give another --exp-name."
+            f"Another process is training {folder}. Stop it first, or give another --exp-name."
         ) from None
     try:
         yield
@@ -155,14 +220,14 @@ def _lock(folder: Path) -> Iterator[None]:
 
 
 def list_runs(base: Path) -> list[dict[str, Any]]:
-    """Every run below a folder: its name, last logged step and loss, and newest checkpoint.
+    """List the runs below a folder: name, last logged step and loss, newest checkpoint.
 
-    `num_train_steps` is None where the run's configuration cannot be read.
+    `num_train_steps` is None if the run's configuration cannot be read.
     """
     runs = []
     for path in sorted(base.glob(f"*/*/{CONFIG}")):
         folder, config = path.parent, _read_config(path) or {}
-        logged = [line for line in read_lines(folder / METRICS) if "loss" in line]
+        logged = [line for line in read_metrics(folder / METRICS) if "loss" in line]
         runs.append(
             {
                 "preset": folder.parent.name,
@@ -178,6 +243,6 @@ def list_runs(base: Path) -> list[dict[str, Any]]:
 
 
 def _newest_checkpoint(folder: Path) -> Path | None:
-    """By the sizes of its files; their contents are looked at when a run is resumed."""
+    """Return the newest checkpoint whose files have the right sizes; `--resume` reads them all."""
     checkpoints = [folder / str(step) for step in reversed(saved_steps(folder))]
     return next((path for path in checkpoints if not find_damage(path, only_sizes=True)), None)

@@ -1,12 +1,8 @@
-"""Where numbers of a run go: always `metrics.jsonl` in its folder, and where else one asks.
-
-Knows names and numbers; knows nothing of training.
-"""
+"""Metrics of a run: always `metrics.jsonl` in its folder, and TensorBoard or W&B if asked for."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
 import math
 import uuid
@@ -16,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from piston.config import TrainConfig
+from piston.files import json_line, read_json_lines, write_json_lines
 from piston.serialization import to_json
 
 logger = logging.getLogger(__name__)
@@ -23,55 +20,55 @@ logger = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
 WANDB_ID = "wandb_id.txt"
 _WANDB_WITHOUT_LOGIN = ("offline", "dryrun", "disabled")
-# A list has one number per dimension; what is None or not finite is left out.
-Numbers = Mapping[str, float | Sequence[float] | None]
+# A list has one number per dimension. Values that are None or not finite are not logged.
+Metrics = Mapping[str, float | Sequence[float] | None]
 
 
 class Tracker(Protocol):
-    def log(self, step: int, numbers: Numbers) -> None: ...
+    def log(self, step: int, metrics: Metrics) -> None: ...
 
     def close(self) -> None: ...
 
 
 class Trackers:
-    """All of them as one. What cannot be written is told of; training goes on without it."""
+    """Logs to all trackers. A tracker that fails is reported once; training continues."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = trackers
         self._failed: set[str] = set()
 
-    def log(self, step: int, numbers: Numbers) -> None:
-        known = {name: value for name, value in numbers.items() if _is_known(value)}
+    def log(self, step: int, metrics: Metrics) -> None:
+        known = {name: value for name, value in metrics.items() if _is_known(value)}
         for tracker in self._trackers:
             try:
                 tracker.log(step, known)
-            except Exception as error:  # theirs may be of any kind
-                self._tell(tracker, f"Metrics of step {step} were not written", error)
+            except Exception as error:  # third-party code may raise anything
+                self._report(tracker, f"Metrics of step {step} were not written", error)
 
     def close(self) -> None:
         for tracker in self._trackers:
             try:
                 tracker.close()
             except Exception as error:
-                self._tell(tracker, "Metrics were not all written", error)
+                self._report(tracker, "Metrics were not all written", error)
 
-    def _tell(self, tracker: Tracker, what: str, error: Exception) -> None:
-        """Once for each of them: what is broken usually stays so."""
+    def _report(self, tracker: Tracker, what: str, error: Exception) -> None:
+        """Log the first failure of each tracker; later ones are usually the same."""
         name = type(tracker).__name__
         if name not in self._failed:
             self._failed.add(name)
-            logger.error("%s: %s (%s; training goes on, this is told once)", what, error, name)
+            logger.error("%s: %s (%s; training continues, this is logged once)", what, error, name)
 
 
 def require_trackers(config: TrainConfig) -> None:
-    """Refuse what is not installed, before anything slow happens."""
+    """Raise ImportError if a tracker is not installed, before anything slow happens."""
     for name in config.tracking:
         if importlib.util.find_spec(name) is None:
             raise ImportError(f"--tracking {name} needs {name}. Run: pip install 'piston[track]'")
 
 
 def check_logins(config: TrainConfig) -> None:
-    """Refuse a service that does not let us in, before an earlier run is deleted."""
+    """Raise ValueError if a login fails, before an earlier run is deleted."""
     if "wandb" in config.tracking:
         import wandb
 
@@ -98,58 +95,46 @@ def make_trackers(config: TrainConfig, run: Path, first_step: int) -> Trackers:
         "tensorboard": TensorBoard,
         "wandb": WeightsAndBiases,
     }
-    asked = [kinds[name](config, run, first_step) for name in config.tracking]
-    return Trackers([JsonLines(run / METRICS), *asked])
+    requested = [kinds[name](config, run, first_step) for name in config.tracking]
+    return Trackers([JsonLines(run / METRICS), *requested])
 
 
 class JsonLines:
-    """One JSON object per line. A resumed run appends, after the lines up to where it resumes."""
+    """Appends one JSON object per log call to a file."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", encoding="utf-8")
 
-    def log(self, step: int, numbers: Numbers) -> None:
-        self._file.write(json.dumps({"step": step, **numbers}) + "\n")
+    def log(self, step: int, metrics: Metrics) -> None:
+        self._file.write(json_line({"step": step, **metrics}))
         self._file.flush()
 
     def close(self) -> None:
         self._file.close()
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """What was logged; what is not a whole line (cut off, or damaged) is left out."""
-    lines = []
-    for line in path.read_bytes().splitlines() if path.is_file() else ():
-        try:
-            numbers = json.loads(line.decode("utf-8"))
-        except ValueError:
-            numbers = None
-        if isinstance(numbers, dict) and isinstance(numbers.get("step"), int):
-            lines.append(numbers)
-        else:
-            logger.debug("Not a whole line in %s: %s", path, line)
-    return lines
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return what was logged; lines that are cut off or damaged are left out."""
+    lines = (line for _, line in read_json_lines(path))
+    return [line for line in lines if line and isinstance(line.get("step"), int)]
 
 
-def forget_after(path: Path, step: int) -> None:
-    """Drop lines of steps that a resumed run does again."""
+def remove_metrics_after(path: Path, step: int) -> None:
+    """Delete the lines of steps that a resumed run repeats."""
     if path.is_file():
-        kept = [line for line in read_lines(path) if line["step"] <= step]
-        fresh = path.with_suffix(".unfinished")
-        fresh.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        fresh.replace(path)
+        write_json_lines(path, [line for line in read_metrics(path) if line["step"] <= step])
 
 
 class TensorBoard:
-    """Of a resumed run, what was logged after `first_step` before is not shown any more."""
+    """Writes event files. A resumed run hides what was logged after `first_step`."""
 
     def __init__(self, config: TrainConfig, run: Path, first_step: int) -> None:  # noqa: ARG002
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer: Any = SummaryWriter(str(run / "tensorboard"), purge_step=first_step)
 
-    def log(self, step: int, numbers: Numbers) -> None:
-        for name, value in flat(numbers).items():
+    def log(self, step: int, metrics: Metrics) -> None:
+        for name, value in flat(metrics).items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
@@ -157,7 +142,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """`WANDB_MODE=offline` keeps everything in the run's folder."""
+    """Logs to Weights & Biases; `WANDB_MODE=offline` keeps everything in the run's folder."""
 
     def __init__(self, config: TrainConfig, run: Path, first_step: int) -> None:  # noqa: ARG002
         import wandb
@@ -172,24 +157,24 @@ class WeightsAndBiases:
                 config=to_json(config),
             )
 
-    def log(self, step: int, numbers: Numbers) -> None:
-        self._run.log(flat(numbers), step=step)
+    def log(self, step: int, metrics: Metrics) -> None:
+        self._run.log(flat(metrics), step=step)
 
     def close(self) -> None:
         self._run.finish()
 
 
 def _own_id(path: Path) -> str:
-    """The same for a run that is resumed, another one for a run that begins again."""
+    """Return the run's id: the same when it is resumed, another when it is started again."""
     if not path.is_file():
         path.write_text(uuid.uuid4().hex)
     return path.read_text()
 
 
-def flat(numbers: Numbers) -> dict[str, float]:
-    """Lists of numbers, one per dimension, as numbers of their own."""
+def flat(metrics: Metrics) -> dict[str, float]:
+    """Turn each list, one number per dimension, into separate entries `name/index`."""
     result: dict[str, float] = {}
-    for name, value in numbers.items():
+    for name, value in metrics.items():
         if isinstance(value, Sequence):
             result |= {f"{name}/{index}": number for index, number in enumerate(value)}
         elif value is not None:
@@ -198,5 +183,5 @@ def flat(numbers: Numbers) -> dict[str, float]:
 
 
 def _is_known(value: float | Sequence[float] | None) -> bool:
-    """JSON has no numbers that are not finite."""
+    """Return False for None and for numbers that JSON cannot hold."""
     return value is not None and (not isinstance(value, float) or math.isfinite(value))

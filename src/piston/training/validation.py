@@ -26,7 +26,7 @@ from piston.models.flow import Pi0, sample_time, standard_normal
 from piston.observation import Observation
 from piston.training.distributed import Processes
 from piston.training.step import Trainer
-from piston.training.trackers import Numbers
+from piston.training.trackers import Metrics
 
 _NUM_SAMPLES = 64
 _BATCH = 8
@@ -58,7 +58,7 @@ class Validation:
         self._batches = [frames[i : i + _BATCH].tolist() for i in range(0, len(frames), _BATCH)]
 
     @torch.no_grad()
-    def run(self, trainer: Trainer) -> Numbers:
+    def run(self, trainer: Trainer) -> Metrics:
         """With the weights that would be served."""
         with trainer.served_weights() as model:
             sums = self._sums(model)
