@@ -3,6 +3,10 @@ VENV   ?= .venv
 PYTHON ?= python3
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# The versions to install. `make test CONSTRAINTS=` takes the newest that pyproject.toml allows,
+# CONSTRAINTS=constraints-lowest.txt the oldest.
+CONSTRAINTS ?= constraints.txt
+PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS))
 
 # Compiled test files are kept, so that a second run starts at once.
 unexport PYTHONDONTWRITEBYTECODE
@@ -19,10 +23,10 @@ help:
 setup: $(STAMP)
 
 # pip, not uv: the constraints select the CPU build of torch where one is offered.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(PIP_INSTALL) torch
+	$(PIP_INSTALL) --editable '.[dev]'
 	@touch $@
 
 # One thread per worker: more threads than cores make everything slower, not faster.

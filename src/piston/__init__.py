@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from piston.inference import load_policy
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 __all__ = ["__version__", "load_policy"]
 
 
