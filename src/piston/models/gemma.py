@@ -94,6 +94,9 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.zeros(width))
 
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.scale)
+
     def modulate(self, condition: Float[Tensor, "b d"]) -> Modulation:  # noqa: ARG002
         return None
 
@@ -102,13 +105,20 @@ class RMSNorm(nn.Module):
         return normed.to(x.dtype), None
 
 
+class ZeroLinear(precision.Linear):
+    """A linear map that starts as zero."""
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()  # draws as many random numbers as any other linear map
+        nn.init.zeros_(self.weight)
+
+
 class AdaptiveRMSNorm(nn.Module):
     """Scale, shift and the gate of the branch that follows come from a condition."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.modulation = precision.Linear(width, 3 * width)
-        nn.init.zeros_(self.modulation.weight)
+        self.modulation = ZeroLinear(width, 3 * width)
 
     def modulate(self, condition: Float[Tensor, "b d"]) -> Modulation:
         return self.modulation(condition)[:, None]
@@ -199,6 +209,14 @@ class ExpertLayer(nn.Module):
         return add_gated(x, self.mlp(normed), gate), memory
 
 
+class TokenEmbedding(nn.Embedding):
+    """An embedding table whose rows start with a norm of about one."""
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()  # keeps the random sequence of a seed
+        nn.init.normal_(self.weight, std=self.embedding_dim**-0.5)
+
+
 class Expert(nn.Module):
     """A stack of layers; the embedding table exists for an expert that reads words."""
 
@@ -208,8 +226,7 @@ class Expert(nn.Module):
         super().__init__()
         self.size = size
         if vocab_size is not None:
-            self.embedding = nn.Embedding(vocab_size, size.width)
-            nn.init.normal_(self.embedding.weight, std=size.width**-0.5)
+            self.embedding = TokenEmbedding(vocab_size, size.width)
         layers = nn.ModuleList(ExpertLayer(size, adaptive) for _ in range(size.depth))
         self.layers: Sequence[ExpertLayer] = layers  # type: ignore[assignment]
         self.norm = (AdaptiveRMSNorm if adaptive else RMSNorm)(size.width)

@@ -47,7 +47,15 @@ class LoRALinear(Linear):
         super().__init__(in_features, out_features, bias=False)
         self.lora_a = nn.Parameter(torch.empty(groups, lora.rank, in_features))
         self.lora_b = nn.Parameter(torch.empty(groups, out_features // groups, lora.rank))
-        nn.init.normal_(self.lora_a, std=in_features**-0.5)
+        self.reset_adapters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if hasattr(self, "lora_b"):  # not yet while nn.Linear's constructor runs
+            self.reset_adapters()
+
+    def reset_adapters(self) -> None:
+        nn.init.normal_(self.lora_a, std=self.in_features**-0.5)
         nn.init.zeros_(self.lora_b)  # so that training starts from the base model
 
     def forward(self, x: Float[Tensor, "*b i"]) -> Float[Tensor, "*b o"]:

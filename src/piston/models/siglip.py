@@ -89,10 +89,13 @@ class VisionTower(nn.Module):
         self.num_tokens = (image_size // size.patch) ** 2
         self.patch_embedding = make_patch_embedding(size)
         self.position_embedding = nn.Parameter(torch.empty(self.num_tokens, size.width))
-        nn.init.normal_(self.position_embedding, std=size.width**-0.5)
+        self.reset_parameters()
         self.blocks = nn.ModuleList(Block(size) for _ in range(size.depth))
         self.norm = LayerNorm(size.width, eps=1e-6)
         self.head = Linear(size.width, out_width)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.position_embedding, std=self.position_embedding.shape[1] ** -0.5)
 
     def forward(
         self, images: Image, dtype: torch.dtype, gradient_checkpointing: bool = False
