@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from types import FrameType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 
 class StopSignals:
@@ -37,6 +39,22 @@ class StopSignals:
         self.received = signal.Signals(number)
         # Logging is not safe here: the signal may interrupt a log line.
         os.write(2, f"{self.received.name}: {self._message}\n".encode())
+
+
+@contextlib.contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM unwind the stack like Ctrl-C, so that processes that we started are ended."""
+
+    def leave(number: int, _: FrameType | None) -> NoReturn:
+        # Once: a second signal must not interrupt the unwinding.
+        signal.signal(number, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    previous = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def ignore_stop_signals(*numbers: signal.Signals) -> None:

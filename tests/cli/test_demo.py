@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from piston import presets
 from piston.cli import demo, demo_job, main
 from piston.cli.demo import PLANS, DemoPlan, Trial
 from piston.cli.demo_job import STATE, StageFailed, begin, memory_of_tree, process_tree
+from piston.cli.train import parse
 from piston.report.stages import LARGEST, TOGETHER, Stage, Stages, read_stages
 
 JOB = {"demo": "tested", "seed": 0}
@@ -291,12 +291,12 @@ def test_plans_fit_their_presets(name, quick, spoken):
     folder = spoken.out / "checkpoints" / plan.preset / "demo" / "0"
     folder.mkdir(parents=True, exist_ok=True)
     demo._do_all(spoken, plan, seed=7)
-    config = presets.cli(spoken.commands["train"])
+    config = parse(spoken.commands["train"])
     assert config.seed == 7
     assert config.resume
     assert config.checkpoint_dir == folder.parent
     assert config.data.repo_id == str(spoken.out / "data")
-    assert presets.cli(spoken.commands["stats"]).assets_dirs == config.assets_dirs
+    assert parse(spoken.commands["stats"]).assets_dirs == config.assets_dirs
     # What is executed of a chunk is no more than there is.
     steps = config.data_config().steps_read(config.model.action_horizon)
     assert plan.execute_horizon <= steps

@@ -206,8 +206,11 @@ def test_info_tells_what_a_set_holds(small_reference, capsys):
 
 
 def test_the_command_says_what_it_knows(capsys):
-    assert main(["data"]) == 0
-    assert "check" in capsys.readouterr().out
-    assert main(["data", "chek", "x"]) == 1
+    for words, code in ((["data"], 0), (["data", "chek", "x"], 2)):
+        with pytest.raises(SystemExit) as stop:
+            main(words)
+        assert stop.value.code == code
+        shown = capsys.readouterr()
+        assert "check" in shown.out + shown.err
     assert main(["data", "check", "no/such/folder/here"]) == 1
     assert "There is no data set" in capsys.readouterr().err

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from piston import presets
+from piston.cli.train import parse
 from piston.models.variants import GEMMA
 
 
@@ -21,7 +22,7 @@ def test_a_preset_cannot_be_registered_twice():
 
 
 def test_overrides_of_any_depth():
-    config = presets.cli(
+    config = parse(
         ["pi0_aloha", "--exp-name", "x", "--batch-size", "8", "--resume", "--data.repo-id", "a/b"]
         + ["--model.action-horizon", "10", "--data.default-prompt", "pick up the cup"]
         + ["--lr-schedule.peak-lr", "1e-4", "--data.assets.asset-id", "mine"]
@@ -39,19 +40,19 @@ def test_overrides_of_any_depth():
 
 
 def test_what_is_not_overridden_stays():
-    config = presets.cli(["debug"])
+    config = parse(["debug"])
     assert config == presets.get("debug")
 
 
 def test_an_unknown_flag_is_refused(capsys):
     with pytest.raises(SystemExit):
-        presets.cli(["debug", "--batchsize", "3"])
+        parse(["debug", "--batchsize", "3"])
     assert "--batch-size" in capsys.readouterr().err
 
 
 def test_a_run_needs_its_own_name(capsys):
     with pytest.raises(SystemExit):
-        presets.cli(["pi0_aloha_sim"])
+        parse(["pi0_aloha_sim"])
     assert "exp-name" in capsys.readouterr().err
 
 

@@ -45,6 +45,28 @@ def test_an_unknown_schedule_lists_the_known_ones(capsys):
     assert "'cosine', 'rsqrt'" in capsys.readouterr().err
 
 
+def test_an_option_of_another_schedule_is_refused(capsys):
+    for words in (
+        ["--lr-schedule", "rsqrt", "--lr-schedule.decay-steps", "9"],
+        ["--lr-schedule.timescale", "5"],
+    ):
+        with pytest.raises(SystemExit):
+            parse(["debug", *words])
+        assert f"{words[-2]} is no option of the" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_help_lists_presets_schedules_and_options(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in presets.names())
+    with pytest.raises(SystemExit):
+        parse(["debug", "--help"])
+    shown = capsys.readouterr().out
+    for option in ("--lr-schedule {cosine,rsqrt}", "--lr-schedule.timescale", "--batch-size"):
+        assert option in shown
+
+
 def test_a_run_with_another_schedule_in_a_folder_to_be_quoted(tmp_path, capsys):
     folder = tmp_path / "my runs"
     words = ["train", "tiny", "--lr-schedule", "rsqrt", "--checkpoint-base-dir", str(folder)]

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from piston.cli import main
+from piston.cli.train import parse
 from piston.config import AssetsConfig, DataConfig
 from piston.data.dataset import LeRobotDataset
 from piston.data.episodes import EpisodeError
 from piston.data.pipeline import TrainingData, leave_out
 from piston.data.recorder import Recorder
-from piston.presets import cli
 from piston.training import loop
 from piston.training.checkpoint import saved_steps
 from piston.training.loop import train_loop
@@ -253,7 +253,7 @@ def test_random_samples_have_no_further_sets(tmp_path):
 
 def test_missing_statistics_name_the_command_for_all_sets(tmp_path):
     words = ["pi0_libero", "--exp-name", "x", "--assets-base-dir", str(tmp_path), "--weights", "x"]
-    config = cli([*words, "--data.more-sets", "a/b", "c/d#!7"], prog="piston train")
+    config = parse([*words, "--data.more-sets", "a/b", "c/d#!7"])
     data = dataclasses.replace(config.data, assets=AssetsConfig())
     with pytest.raises(FileNotFoundError, match="piston stats pi0_libero") as missing:
         train_loop(dataclasses.replace(config, data=data))
@@ -333,7 +333,7 @@ def test_statistics_are_of_all_sets(tmp_path, folder):
 def test_the_command_line_takes_sets_and_shares():
     sets, shares = ("--data.more-sets", "a/b", "c/d#!7"), ("--data.set-shares", "2", "1", "0.5")
     words = ["pi0_libero", "--exp-name", "x", *sets, *shares]
-    pipeline = cli(words, prog="piston train").data_config()
+    pipeline = parse(words).data_config()
     assert [(one.repo_id, one.episodes) for one in pipeline.each_set()[1:]] == [
         ("a/b", None),
         ("c/d", "!7"),

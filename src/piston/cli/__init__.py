@@ -1,4 +1,4 @@
-"""The command line: `piston VERB …`. Each verb has a small file here, imported only when used."""
+"""The command line: `piston VERB …`. The module of a verb is imported only when it is used."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from piston.cli.console import fail, stdout_closed_early
 from piston.logs import init_logging
 from piston.suggestions import did_you_mean
 
-# verb → what it does, in the order in which people use them.
+# verb → the module with its function `run_VERB(args)`, and what it does; in the order of use.
 VERBS = {
-    "demo": "record, train, serve and evaluate a small policy, in one go",
-    "presets": "list the named configurations, or show one in full",
-    "data": "check a data set, or show what it holds",
-    "stats": "compute the normalisation statistics of a data set",
-    "record": "let a scripted expert show a simulated robot's task",
-    "train": "train a preset's model on a data set",
-    "serve": "serve a checkpoint to robots over a websocket",
-    "eval": "let a policy drive a simulated robot and count successes",
-    "runs": "list runs with their step, loss and checkpoint",
-    "report": "show a run as one HTML page",
-    "summary": "show what a model is made of, its mask and its memory",
-    "convert": "read a checkpoint of any known format and write ours",
-    "client": "measure the round trip to a policy server (client ping)",
-    "verify": "replay reference cases and print every error",
+    "demo": ("demo", "record, train, serve and evaluate a small policy, in one go"),
+    "presets": ("presets", "list the named configurations, or show one in full"),
+    "data": ("data", "check a data set, or show what it holds"),
+    "stats": ("train", "compute the normalisation statistics of a data set"),
+    "record": ("sim", "let a scripted expert show a simulated robot's task"),
+    "train": ("train", "train a preset's model on a data set"),
+    "serve": ("serve", "serve a checkpoint to robots over a websocket"),
+    "eval": ("sim", "let a policy drive a simulated robot and count successes"),
+    "runs": ("runs", "list runs with their step, loss and checkpoint"),
+    "report": ("runs", "show a run as one HTML page"),
+    "summary": ("models", "show what a model is made of, its mask and its memory"),
+    "convert": ("models", "read a checkpoint of any known format and write ours"),
+    "client": ("client", "measure the round trip to a policy server (client ping)"),
+    "verify": ("verify", "replay reference cases and print every error"),
 }
 
 
@@ -40,7 +40,8 @@ def main(args: Sequence[str] | None = None) -> int:
     if verb not in VERBS:
         hint = did_you_mean(verb, VERBS)
         return fail(f"No verb is named {verb!r}.{hint}\n\n{_help()}", code=2)
-    return run_command(lambda: importlib.import_module(f"piston.cli.{verb}").run(rest))
+    module = f"piston.cli.{VERBS[verb][0]}"
+    return run_command(lambda: getattr(importlib.import_module(module), f"run_{verb}")(rest))
 
 
 def run_command(command: Callable[[], int | None]) -> int:
@@ -63,7 +64,7 @@ def run_command(command: Callable[[], int | None]) -> int:
 
 def _help() -> str:
     width = max(map(len, VERBS))
-    rows = (f"  {verb:<{width}}  {what}" for verb, what in VERBS.items())
+    rows = (f"  {verb:<{width}}  {what}" for verb, (_, what) in VERBS.items())
     return "\n".join(
         [
             "usage: piston VERB …",

@@ -12,7 +12,7 @@ import tyro
 from rich.table import Table
 
 from piston import presets
-from piston.cli.console import console, fail
+from piston.cli.console import console, fail, table
 from piston.client import Client, Percentiles, ServerError
 from piston.config import TrainConfig
 from piston.robots.aloha import make_aloha_example
@@ -56,13 +56,11 @@ class Ping:
     ca_file: Path | None = None
 
 
-def run(args: list[str]) -> int:
-    if not args or args[0] in ("-h", "--help"):
-        print("usage: piston client ping HOST …\n\n  ping  measure round trips to a policy server")
-        return 0
-    if args[0] != "ping":
-        raise ValueError(f"`piston client` has no {args[0]!r}; it has `piston client ping HOST`.")
-    settings = tyro.cli(Ping, args=args[1:], prog="piston client ping")
+def run_client(args: list[str]) -> int:
+    """Parse the one sub-command, `ping`; without it, show the help."""
+    settings: Ping = tyro.extras.subcommand_cli_from_dict(
+        {"ping": Ping}, args=args or ["--help"], prog="piston client"
+    )
     try:
         return ping(settings)
     except ServerError as error:
@@ -71,7 +69,7 @@ def run(args: list[str]) -> int:
 
 def ping(settings: Ping) -> int:
     if settings.count < 1:
-        raise ValueError(f"--count is 1 or more; found {settings.count}.")
+        raise ValueError(f"--count is {settings.count}; expected at least 1.")
     observation = example_of(presets.get(settings.preset))
     client = Client(
         settings.host,
@@ -108,34 +106,25 @@ def example_of(preset: TrainConfig) -> Data:
     return example
 
 
-@dataclasses.dataclass(frozen=True)
-class _Trip:
-    """Seconds."""
-
-    total: float
-    # What the server says it took; None where it does not say.
-    inference: float | None
-
-
-def _measure(client: Client, observation: Mapping[str, Any]) -> _Trip:
+def _measure(client: Client, observation: Mapping[str, Any]) -> tuple[float, float | None]:
+    """Return the seconds of a round trip, and those that the server reports, if it does."""
     begin = time.perf_counter()
     reply = client.infer(observation)
     total = time.perf_counter() - begin
     timing = reply.get("server_timing")
     milliseconds = timing.get("infer_ms") if isinstance(timing, Mapping) else None
-    return _Trip(total, None if milliseconds is None else milliseconds / 1e3)
+    return total, None if milliseconds is None else milliseconds / 1e3
 
 
-def _table(trips: list[_Trip]) -> Table:
-    table = Table("milliseconds", "median", "90 %", "99 %", "worst")
-    rows = {"round trip": [trip.total for trip in trips]}
-    inferences = [trip.inference for trip in trips if trip.inference is not None]
-    if len(inferences) == len(trips):
-        rows["inference, by the server's clock"] = inferences
-        pairs = zip(trips, inferences)
-        rows["everything else"] = [trip.total - inference for trip, inference in pairs]
-    for name, seconds in rows.items():
+def _table(trips: list[tuple[float, float | None]]) -> Table:
+    kinds = {"round trip": [total for total, _ in trips]}
+    timed = [(total, inference) for total, inference in trips if inference is not None]
+    if len(timed) == len(trips):
+        kinds["inference, by the server's clock"] = [inference for _, inference in timed]
+        kinds["everything else"] = [total - inference for total, inference in timed]
+    rows = []
+    for name, seconds in kinds.items():
         found = Percentiles.of(seconds)
         values = (found.p50, found.p90, found.p99, found.worst)
-        table.add_row(name, *(f"{value:.2f}" for value in values))
-    return table
+        rows.append([name, *(f"{value:.2f}" for value in values)])
+    return table(("milliseconds", "median", "90 %", "99 %", "worst"), rows)

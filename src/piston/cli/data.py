@@ -1,37 +1,86 @@
-"""`piston data check|info|convert`: what a data set holds, what is wrong, and a newer format."""
+"""`piston data check|info|convert`: check a data set, show what it holds, convert it to v3.0."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
-from piston.cli import data_convert
-from piston.cli.console import console
+from piston.cli.console import console, table
+from piston.data.aloha_hdf5 import convert_aloha_hdf5
 from piston.data.check import check_dataset, readable_cameras, readable_episodes, usable
+from piston.data.convert import Conversion, convert_to_v30
 from piston.data.episodes import Problem
 from piston.data.location import locate
 from piston.data.metadata import Metadata
 from piston.progress import ProgressBar
 
-MAX_PLACES = 20
-COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
+_MAX_PLACES = 20
+_COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
+_HDF5 = (".hdf5", ".h5")
 
 
-def run(args: list[str]) -> int:
-    if not args or args[0] in ("-h", "--help"):
-        print(_help())
-        return 0
-    if args[0] not in SUB_VERBS:
-        raise ValueError(f"`piston data` has no {args[0]!r}.\n\n{_help()}")
-    return SUB_VERBS[args[0]][0](args[1:])
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """Read a whole data set, show everything that is wrong with it and what follows from that."""
+
+    # A folder, owner/name on the Hugging Face hub, or hf://…
+    path: Annotated[str, tyro.conf.Positional]
 
 
-def check(args: list[str]) -> int:
-    path = tyro.cli(_check_argument, args=args, prog="piston data check")
+@dataclasses.dataclass(frozen=True)
+class Info:
+    """Show episodes, length, features and tasks, from meta/ alone."""
+
+    # A folder, owner/name on the Hugging Face hub, or hf://…
+    path: Annotated[str, tyro.conf.Positional]
+
+
+@dataclasses.dataclass(frozen=True)
+class Convert:
+    """Write LeRobot v2.x or ALOHA's HDF5 episodes as v3.0. The target appears once complete."""
+
+    # A LeRobot v2.0 or v2.1 set (folder or owner/name), or a folder of ALOHA .hdf5 episodes.
+    source: Annotated[str, tyro.conf.Positional]
+    # The new folder.
+    target: Annotated[Path, tyro.conf.Positional]
+    # The sentence of all HDF5 episodes, and of episodes of a set that name no task.
+    task: str | None = None
+    # Frames per second of HDF5 episodes.
+    fps: float = 50
+    # HDF5 images hold blue first.
+    bgr: bool = False
+    # How video is encoded where it has to be; by default av1, as LeRobot does.
+    codec: Literal["av1", "h264"] | None = None
+    # Leave out episodes that cannot be read, instead of stopping.
+    skip_broken: bool = False
+    # Replace the target if it exists.
+    overwrite: bool = False
+
+
+def run_data(args: list[str]) -> int:
+    """Parse and run one sub-command; without any, show the help."""
+    chosen: Check | Info | Convert = tyro.extras.subcommand_cli_from_dict(
+        {"check": Check, "info": Info, "convert": Convert},
+        args=args or ["--help"],
+        prog="piston data",
+    )
+    if isinstance(chosen, Check):
+        return _check(chosen.path)
+    if isinstance(chosen, Info):
+        return _info(chosen.path)
+    with ProgressBar("converting", "frames") as bar:
+        conversion = _convert(chosen, bar.show)
+    _show_conversion(conversion)
+    return 0
+
+
+def _check(path: str) -> int:
     screen = console()
     with ProgressBar("checking", "frames and rows") as bar:
         problems = check_dataset(path, progress=bar.show)
@@ -40,7 +89,7 @@ def check(args: list[str]) -> int:
     ok = usable(problems)
     counts = ", ".join(
         f"{sum(problem.severity == severity for problem in problems)} {severity}s"
-        for severity in COLOURS
+        for severity in _COLOURS
     )
     verdict = "[green]training can use it[/green]" if ok else "[red]training cannot use it[/red]"
     metadata = Metadata.read(locate(path))
@@ -51,66 +100,72 @@ def check(args: list[str]) -> int:
     return 0 if ok else 1
 
 
-def info(args: list[str]) -> int:
-    path = tyro.cli(_info_argument, args=args, prog="piston data info")
+def _problem_table(problems: list[Problem]) -> Table:
+    """Return a table in which the same problem in many places is one row."""
+    places: dict[tuple[str, str, str], list[str]] = {}
+    for problem in problems:
+        key = (problem.severity, problem.what, problem.consequence)
+        places.setdefault(key, []).append(problem.where)
+    rows = []
+    for (severity, what, consequence), where in places.items():
+        more = [f"… {len(where)} places in all"] if len(where) > _MAX_PLACES else []
+        listed = "\n".join([*where[:_MAX_PLACES], *more])
+        rows.append((Text(severity, style=_COLOURS[severity]), listed, what, consequence))
+    return table(("", "where", "what", "what happens"), rows, show_lines=True)
+
+
+def _info(path: str) -> int:
     metadata = Metadata.read(locate(path, only_meta=True), files=False)
     screen = console()
-    seconds, robot = metadata.total_frames / metadata.fps, metadata.robot_type or "not said"
+    seconds, robot = metadata.total_frames / metadata.fps, metadata.robot_type or "not given"
     screen.print(
         f"[bold]{escape(path)}[/bold]  LeRobot {metadata.version}, robot {robot}\n"
         f"{len(metadata.episodes):,} episodes, {metadata.total_frames:,} frames, "
         f"{metadata.fps:g} fps, {seconds / 60:.1f} minutes"
     )
-    table = Table("feature", "dtype", "shape", "names")
-    for feature in metadata.features.values():
-        names = "" if feature.names is None else str(feature.names)
-        table.add_row(feature.name, feature.dtype, str(list(feature.shape)), names[:60])
-    screen.print(table)
+    rows = [
+        (one.name, one.dtype, str(list(one.shape)), str(one.names or "")[:60])
+        for one in metadata.features.values()
+    ]
+    screen.print(table(("feature", "dtype", "shape", "names"), rows))
     for number, text in metadata.tasks.items():
         screen.print(f"task {number}: {escape(text)}", highlight=False)
     return 0
 
 
-def _check_argument(path: Annotated[str, tyro.conf.Positional]) -> str:
-    """Read a whole data set, tell everything that is wrong with it and what will happen.
-
-    Args:
-        path: A folder, owner/name on the Hugging Face hub, or hf://…
-    """
-    return path
-
-
-def _info_argument(path: Annotated[str, tyro.conf.Positional]) -> str:
-    """Episodes, length, features and tasks, from meta/ alone.
-
-    Args:
-        path: A folder, owner/name on the Hugging Face hub, or hf://…
-    """
-    return path
-
-
-def _problem_table(problems: list[Problem]) -> Table:
-    """The same trouble in many places is one row."""
-    places: dict[tuple[str, str, str], list[str]] = {}
-    for problem in problems:
-        key = (problem.severity, problem.what, problem.consequence)
-        places.setdefault(key, []).append(problem.where)
-    table = Table("", "where", "what", "what happens", show_lines=True)
-    for (severity, what, consequence), where in places.items():
-        more = f"\n… {len(where)} places in all" if len(where) > MAX_PLACES else ""
-        listed = escape("\n".join(where[:MAX_PLACES])) + more
-        colour = COLOURS[severity]
-        table.add_row(f"[{colour}]{severity}[/]", listed, escape(what), consequence)
-    return table
+def _convert(chosen: Convert, progress: Any) -> Conversion:
+    shared: dict[str, Any] = {
+        "codec": chosen.codec,
+        "skip_broken": chosen.skip_broken,
+        "overwrite": chosen.overwrite,
+        "progress": progress,
+    }
+    if not _is_hdf5(Path(chosen.source)):
+        if chosen.bgr or chosen.fps != Convert.fps:
+            raise ValueError("--bgr and --fps are for HDF5 episodes; a LeRobot set says its own.")
+        return convert_to_v30(locate(chosen.source), chosen.target, task=chosen.task, **shared)
+    if chosen.task is None:
+        raise ValueError("HDF5 episodes do not say what was done: give --task 'Fold the towel'.")
+    return convert_aloha_hdf5(
+        chosen.source, chosen.target, chosen.task, chosen.fps, bgr=chosen.bgr, **shared
+    )
 
 
-SUB_VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
-    "check": (check, "read a whole data set and tell what is wrong with it"),
-    "info": (info, "episodes, length, features and tasks"),
-    "convert": (data_convert.run, "LeRobot v2.x, or ALOHA's HDF5 episodes, to v3.0"),
-}
+def _is_hdf5(source: Path) -> bool:
+    return any(path.suffix in _HDF5 for path in (source.iterdir() if source.is_dir() else [source]))
 
 
-def _help() -> str:
-    rows = (f"  {verb:<8} {what}" for verb, (_, what) in SUB_VERBS.items())
-    return "\n".join(["usage: piston data VERB …", "", *rows])
+def _show_conversion(conversion: Conversion) -> None:
+    screen = console()
+    screen.print(
+        f"Wrote {conversion.target}: {conversion.num_episodes} episodes, "
+        f"{conversion.num_frames:,} frames."
+    )
+    for what, why in conversion.skipped.items():
+        screen.print(f"[yellow]left out[/yellow] {what}: {why}")
+    for feature in conversion.ignored:
+        screen.print(f"[yellow]left out[/yellow] {feature}: declared, but without any data")
+    if conversion.num_encoded:
+        screen.print(f"{conversion.num_encoded} videos had to be encoded anew.")
+    if conversion.num_retimed:
+        screen.print(f"{conversion.num_retimed} episodes got new time stamps (frame / fps).")

@@ -20,10 +20,11 @@ import tyro
 from rich.table import Table
 
 from piston.cli.console import console, fail
-from piston.cli.demo_job import Job, StageFailed, begin, ends_with_children
+from piston.cli.demo_job import Job, StageFailed, begin
 from piston.data import Metadata
 from piston.report.evaluations import read_evaluation
 from piston.report.run import read_run
+from piston.signals import exit_on_sigterm
 from piston.training.checkpoint import saved_steps
 
 
@@ -121,7 +122,7 @@ class DemoArguments:
     resume: bool = False
 
 
-def run(args: list[str]) -> int:
+def run_demo(args: list[str]) -> int:
     arguments = tyro.cli(DemoArguments, args=args, prog="piston demo")
     plan = find_plan(arguments.name)
     plan = plan.quick() if arguments.quick else plan
@@ -130,7 +131,7 @@ def run(args: list[str]) -> int:
     # As it is read back: JSON knows no tuples.
     job = begin(out, json.loads(json.dumps(description)), resume=arguments.resume)
     try:
-        with ends_with_children():
+        with exit_on_sigterm():
             _do_all(job, plan, arguments.seed)
     except StageFailed as failure:
         _show_table(job)

@@ -11,7 +11,6 @@ import os
 import resource
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -187,22 +186,6 @@ class _Measured:
             self.peak_memory_bytes = max(self.peak_memory_bytes, memory_of_tree(os.getpid()))
             if self._ended.wait(_SECONDS_BETWEEN_SAMPLES):
                 return
-
-
-@contextlib.contextmanager
-def ends_with_children() -> Iterator[None]:
-    """SIGTERM unwinds the stack like Ctrl-C, so that no process is left behind."""
-
-    def end(number: int, _: object) -> NoReturn:
-        # Once: a signal to the group and our parent's own must not interrupt the unwinding.
-        signal.signal(number, signal.SIG_IGN)
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

@@ -8,51 +8,44 @@ from typing import Annotated, Any
 
 import tyro
 from rich.markup import escape
-from rich.table import Table
 from rich.tree import Tree
 
 from piston import presets
-from piston.cli.console import console
+from piston.cli.console import console, table
 from piston.config import DataConfig, TrainConfig
 from piston.models.configs import ModelConfig
 from piston.models.variants import GemmaSize, VisionSize, size_name
 from piston.transforms.base import Transform
 
 
-def run(args: list[str]) -> int:
-    name = tyro.cli(_name_argument, args=args, prog="piston presets")
-    if name is None:
-        console().print(_table())
-    else:
-        show(presets.get(name))
-    return 0
+def run_presets(args: list[str]) -> None:
+    tyro.cli(_presets, args=args, prog="piston presets")
 
 
-def _name_argument(name: Annotated[str | None, tyro.conf.Positional] = None) -> str | None:
+def _presets(name: Annotated[str | None, tyro.conf.Positional] = None) -> None:
     """List the presets, or show one in full with its transform chain.
 
     Args:
         name: The preset to show.
     """
-    return name
+    if name is None:
+        columns = ("name", "model", "robot", "data", "steps", "for")
+        rows = map(_row, map(presets.get, presets.names()))
+        console().print(table(columns, rows, title="Presets", right=("steps",)))
+    else:
+        show(presets.get(name))
 
 
-def _table() -> Table:
-    table = Table(title="Presets", title_justify="left")
-    for column in ("name", "model", "robot", "data", "steps", "for"):
-        table.add_column(column, justify="right" if column == "steps" else "left")
-    for name in presets.names():
-        preset = presets.get(name)
-        trains = presets.purpose(preset) == "training"
-        table.add_row(
-            name,
-            _model_cell(preset.model),
-            preset.data.robot,
-            _data_cell(preset),
-            f"{preset.num_train_steps:,}" if trains else "–",
-            presets.purpose(preset),
-        )
-    return table
+def _row(preset: TrainConfig) -> tuple[str, ...]:
+    purpose = presets.purpose(preset)
+    return (
+        preset.name,
+        _model_cell(preset.model),
+        preset.data.robot,
+        _data_cell(preset),
+        f"{preset.num_train_steps:,}" if purpose == "training" else "–",
+        purpose,
+    )
 
 
 def _model_cell(model: ModelConfig) -> str:
@@ -67,7 +60,7 @@ def _data_cell(preset: TrainConfig) -> str:
 
 
 def show(preset: TrainConfig) -> None:
-    """A preset in full, then the order in which a sample passes through its transforms."""
+    """Print all fields of a preset and its transforms in the order in which they are applied."""
     screen = console()
     tree = Tree(f"[bold]{preset.name}[/bold]")
     _add_fields(tree, preset)

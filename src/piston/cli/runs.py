@@ -1,50 +1,88 @@
-"""`piston runs`: every run with its step, loss and newest checkpoint."""
+"""`piston runs [FOLDER]` lists runs; `piston report RUN` shows one as an HTML page."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from rich.markup import escape
-from rich.table import Table
 
-from piston.cli.console import console
-from piston.training.run import CONFIG, list_runs
+from piston.cli.console import console, table
 
 
-def run(args: list[str]) -> int:
-    tyro.cli(_show, args=args, prog="piston runs")
-    return 0
+def run_runs(args: list[str]) -> None:
+    tyro.cli(_runs, args=args, prog="piston runs")
 
 
-def _show(folder: Annotated[Path, tyro.conf.Positional] = Path("checkpoints")) -> None:
+def _runs(folder: Annotated[Path, tyro.conf.Positional] = Path("checkpoints")) -> None:
     """List the runs below a folder.
 
     Args:
         folder: Where runs are kept (--checkpoint-base-dir of `piston train`).
     """
+    from piston.training.run import list_runs  # imports torch, which --help does not need
+
     runs = list_runs(folder)
     if not runs:
         raise ValueError(
             f"There are no runs in {folder}. Start one: piston train PRESET --exp-name X"
         )
-    table = Table(title=escape(f"Runs in {folder}"), title_justify="left")
-    for column in ("preset", "run", "step", "loss", "newest checkpoint"):
-        # A path that is too long goes on in the next line: cut, it would be of no use.
-        is_number = column in ("step", "loss")
-        table.add_column(column, justify="right" if is_number else "left", overflow="fold")
-    for row in runs:
-        loss = "–" if row["loss"] is None else f"{row['loss']:.4f}"
-        checkpoint = "none yet" if row["checkpoint"] is None else str(row["checkpoint"])
-        names = escape(row["preset"]), escape(row["name"])
-        table.add_row(*names, _progress(row), loss, escape(checkpoint))
-    console().print(table)
+    columns = ("preset", "run", "step", "loss", "newest checkpoint")
+    rows = (
+        (
+            row["preset"],
+            row["name"],
+            _step(row),
+            "–" if row["loss"] is None else f"{row['loss']:.4f}",
+            "none yet" if row["checkpoint"] is None else str(row["checkpoint"]),
+        )
+        for row in runs
+    )
+    console().print(table(columns, rows, title=f"Runs in {folder}", right=("step", "loss")))
 
 
-def _progress(row: Mapping[str, Any]) -> str:
+def _step(row: Mapping[str, Any]) -> str:
     step = "–" if row["step"] is None else f"{row['step'] + 1:,}"
     if row["num_train_steps"] is None:
-        return f"{step} ({CONFIG} is damaged)"
+        return f"{step} (run.json is damaged)"
     return step if row["step"] is None else f"{step} of {row['num_train_steps']:,}"
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportArguments:
+    """Show a run as one HTML page: loss, successes, videos, an action chunk, transforms, times."""
+
+    # The run's folder, as `piston runs` lists it.
+    run: Annotated[Path, tyro.conf.Positional]
+    # Folders that `piston eval --out` wrote; by default those directly below the run.
+    eval: tuple[Path, ...] = ()
+    # The page; by default report.html in the run's folder.
+    out: Path | None = None
+    # Seconds per stage, as `piston demo` writes them.
+    stages: Path | None = None
+    # A short animation of the videos besides (.webp), for pages that play no videos.
+    animation: Path | None = None
+    # Load the newest checkpoint, to show what it predicts.
+    policy: bool = True
+
+
+def run_report(args: list[str]) -> None:
+    arguments = tyro.cli(ReportArguments, args=args, prog="piston report")
+    from piston.report import find_evaluations, write_animation, write_report  # imports torch
+
+    page = write_report(
+        arguments.run,
+        arguments.out,
+        evaluations=arguments.eval,
+        stages=arguments.stages,
+        use_policy=arguments.policy,
+    )
+    written = [page]
+    if arguments.animation is not None:
+        write_animation(arguments.animation, find_evaluations(arguments.run, arguments.eval))
+        written.append(arguments.animation)
+    for path in written:
+        size = path.stat().st_size / 1e6
+        console().print(f"{path} ({size:.1f} MB)", soft_wrap=True, highlight=False)

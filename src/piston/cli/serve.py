@@ -7,15 +7,15 @@ import dataclasses
 import logging
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
 import tyro
 
-from piston.inference.loading import PolicyDtype, load_policy, random_policy
-from piston.inference.policy import Policy
-from piston.inference.recording import RecordingPolicy
 from piston.serving import ServerConfig, run_server
+
+if TYPE_CHECKING:
+    from piston.inference.policy import Policy
+    from piston.inference.recording import RecordingPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class ServeArguments:
     # Serve a tiny model with random weights for the preset's robot, to try the wiring.
     random_weights: bool = False
     # What weights are held in; by default as they are stored. int8 is for CPUs.
-    dtype: PolicyDtype | None = None
+    dtype: Literal["float32", "bfloat16", "int8"] | None = None
     # cpu, cuda, cuda:1 …; by default a GPU where there is one.
     device: str | None = None
     # Denoising steps per chunk.
@@ -50,9 +50,11 @@ class ServeArguments:
     server: Annotated[ServerConfig, tyro.conf.arg(name="")] = ServerConfig()
 
 
-def run(args: list[str]) -> int:
+def run_serve(args: list[str]) -> None:
     arguments = tyro.cli(ServeArguments, args=args, prog="piston serve")
     _check(arguments)
+    from piston.inference.recording import RecordingPolicy  # imports torch
+
     policy = _make_policy(arguments)
     logger.info("%s on %s", policy.model.config.family, policy.device)
     with contextlib.ExitStack() as stack:
@@ -67,7 +69,6 @@ def run(args: list[str]) -> int:
         # A thread is still inside torch, which would abort an ordinary exit.
         logging.shutdown()
         os._exit(0)
-    return 0
 
 
 def _name(arguments: ServeArguments) -> str:
@@ -80,7 +81,7 @@ def _name(arguments: ServeArguments) -> str:
 
 
 def _check(arguments: ServeArguments) -> None:
-    """What would do nothing, or fail only after the model is loaded."""
+    """Raise ValueError for options without effect, before the model is loaded."""
     arguments.server.tls()
     if arguments.record is None and arguments.record_fps is not None:
         raise ValueError("--record-fps says how a recording is made; give --record as well.")
@@ -97,6 +98,10 @@ def _check(arguments: ServeArguments) -> None:
 
 
 def _make_policy(arguments: ServeArguments) -> Policy:
+    import torch
+
+    from piston.inference.loading import load_policy, random_policy
+
     options = {
         "num_steps": arguments.num_steps,
         "seed": arguments.seed,

@@ -1,39 +1,68 @@
-"""`piston train PRESET --exp-name NAME [overrides]`: from a data set to a servable checkpoint.
+"""`piston train PRESET` and `piston stats PRESET`: the commands that take a preset and overrides.
 
-Ends with 0 after the last step; with 130 or 143 when Ctrl-C or SIGTERM stopped it, everything
-saved; with 1 after an error.
+`piston train` ends with 0 after the last step; with 130 or 143 when Ctrl-C or SIGTERM stopped it,
+everything saved; with 1 after an error.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import inspect
 import logging
+import math
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
 
+import numpy as np
 import tyro
+from rich.table import Table
+from tyro.constructors import (
+    ConstructorRegistry,
+    StructConstructorSpec,
+    StructFieldSpec,
+    StructTypeInfo,
+)
 
 from piston import presets
-from piston.cli.console import fail
-from piston.config import TrainConfig
+from piston.cli.console import console, fail, table
+from piston.config import DataConfig, TrainConfig
+from piston.data.metadata import Feature, dimension_names
+from piston.data.pipeline import keys_used, open_sources
+from piston.data.statistics import KeyStatistics, compute_statistics
+from piston.data.transformed_columns import TransformedColumns
 from piston.optimization import CosineDecaySchedule, LRSchedule, RsqrtDecaySchedule
-from piston.training.loop import TrainingStopped, train_loop
+from piston.progress import ProgressBar
+from piston.transforms.normalize import constant_dimensions, write_norm_stats
 
-PROG = "piston train"
 SCHEDULES: dict[str, type[LRSchedule]] = {
     "cosine": CosineDecaySchedule,
     "rsqrt": RsqrtDecaySchedule,
 }
+_SCHEDULE_HELP = {
+    "kind": "The kind of the schedule.",
+    "warmup_steps": "Steps of linear warm-up.",
+    "peak_lr": "The learning rate reached after the warm-up.",
+    "decay_steps": "The step (counted from the start) at which decay_lr is reached (cosine).",
+    "decay_lr": "The learning rate from then on (cosine).",
+    "timescale": "Steps after which the rate has fallen to peak/√2 (rsqrt).",
+}
+BARS = " ▁▂▃▄▅▆▇█"
+NUM_BINS = 24
+_registry = ConstructorRegistry()
 
 
-def run(args: list[str]) -> int:
+def run_train(args: list[str]) -> int:
     is_first = int(os.environ.get("RANK", 0)) == 0
-    if not is_first:  # what all processes of torchrun would say, the first one says
+    if not is_first:  # the first process of torchrun logs for all of them
         logging.getLogger().setLevel(logging.WARNING)
     config = parse(args)
+    from piston.training.loop import TrainingStopped, train_loop  # imports torch
+
     try:
         checkpoint = train_loop(config)
     except TrainingStopped as stopped:
@@ -45,24 +74,232 @@ def run(args: list[str]) -> int:
 
 
 def parse(args: Sequence[str]) -> TrainConfig:
-    """--resume wins over a preset that overwrites; over --overwrite beside it nothing does."""
-    words = list(args)
-    if "--resume" in words and "--overwrite" not in words:
-        words.insert(1, "--no-overwrite")
-    parser = argparse.ArgumentParser(prog=PROG, add_help=False, allow_abbrev=False)
-    parser.add_argument("--lr-schedule", choices=SCHEDULES)
-    own, rest = parser.parse_known_args(words)
-    if own.lr_schedule is None:
-        return presets.cli(words, prog=PROG)
-    preset = _with_schedule(presets.get(rest[0]), SCHEDULES[own.lr_schedule])
-    choices = {preset.name: (f"with the {own.lr_schedule} schedule", preset)}
-    return tyro.extras.overridable_config_cli(choices, prog=PROG, args=rest)
+    """Return a preset with overrides of any of its fields: `pi0_aloha --model.action-horizon 10`.
+
+    With --resume a preset that overwrites earlier runs does not; --overwrite beside it is an error.
+    """
+    choices = _choose(args)
+    if "--resume" in args:
+        choices = [dataclasses.replace(preset, overwrite=False) for preset in choices]
+    described = "Train a preset's model on a data set, from the start or with --resume."
+    return _parse(
+        "piston train", described, {preset.name: (preset, preset) for preset in choices}, args
+    )
 
 
-def _with_schedule(preset: TrainConfig, kind: type[LRSchedule]) -> TrainConfig:
-    """The options --lr-schedule.… are those of the kind; warm-up and peak stay the preset's."""
-    before = preset.lr_schedule
-    if isinstance(before, kind):
-        return preset
-    schedule = kind(warmup_steps=before.warmup_steps, peak_lr=before.peak_lr)
-    return dataclasses.replace(preset, lr_schedule=schedule)
+def _choose(args: Sequence[str]) -> list[TrainConfig]:
+    """Return the preset that is named first; all of them if none is, for the help.
+
+    tyro gets only that one: it looks through all it has for an explanation of an error, which takes
+    seconds, and does not suggest the nearest name.
+    """
+    name = next(iter(args), "-")
+    return [presets.get(each) for each in (presets.names() if name.startswith("-") else [name])]
+
+
+def _parse(
+    prog: str,
+    description: str,
+    choices: Mapping[str, tuple[TrainConfig, Any]],
+    args: Sequence[str],
+) -> Any:
+    """Parse the name of a choice and overrides of the fields of its value."""
+    described = {
+        name: (
+            f"{preset.model.family} on {preset.data.robot}, for {presets.purpose(preset)}",
+            value,
+        )
+        for name, (preset, value) in choices.items()
+    }
+    return tyro.extras.overridable_config_cli(
+        described, prog=prog, description=description, args=list(args), registry=_registry
+    )
+
+
+@_registry.struct_rule
+def _schedule_options(info: StructTypeInfo) -> StructConstructorSpec | None:
+    """`--lr-schedule KIND`, and as `--lr-schedule.…` the fields of every kind.
+
+    With another kind than the preset's, warm-up and peak stay the preset's.
+    """
+    before = info.default
+    if not isinstance(before, LRSchedule):
+        return None
+    kind = next((name for name, known in SCHEDULES.items() if type(before) is known), None)
+    # None stands for a schedule of the user's own.
+    kinds = Annotated[
+        Literal[(*SCHEDULES, *([None] if kind is None else []))], tyro.conf.arg(name="")
+    ]
+    fields: dict[str, tuple[Any, Any]] = {"kind": (kinds, kind)}
+    for known in (*SCHEDULES.values(), type(before)):
+        for name, hint in get_type_hints(known).items():
+            has = hasattr(before, name)
+            fields[name] = (hint, getattr(before, name)) if has else (hint | None, None)
+
+    def make(kind: str | None, **values: Any) -> LRSchedule:
+        chosen = type(before) if kind is None else SCHEDULES[kind]
+        given = {name: v for name, v in values.items() if v != getattr(before, name, None)}
+        usable = {field.name for field in dataclasses.fields(chosen)}
+        for name in set(given) - usable:
+            option = f"--lr-schedule.{name.replace('_', '-')}"
+            raise ValueError(f"{option} is no option of the {chosen.__name__}.")
+        if chosen is type(before):
+            return dataclasses.replace(before, **given)
+        shared = {"warmup_steps": before.warmup_steps, "peak_lr": before.peak_lr}
+        return chosen(**{**shared, **given})
+
+    specs = (
+        StructFieldSpec(name=name, type=hint, default=default, helptext=_SCHEDULE_HELP.get(name))
+        for name, (hint, default) in fields.items()
+    )
+    return StructConstructorSpec(instantiate=make, fields=tuple(specs))
+
+
+@dataclasses.dataclass(frozen=True)
+class StatsArguments:
+    """Compute mean, std, q01 and q99 of states and actions after the robot's transforms.
+
+    They come from the data set's columns; no frame is decoded. They are written as norm_stats.json
+    where the preset expects it.
+    """
+
+    config: Annotated[TrainConfig, tyro.conf.arg(name="")]
+    # Use a random choice of this many frames.
+    max_frames: int | None = None
+
+
+def run_stats(args: list[str]) -> None:
+    choices = {}
+    for preset in _choose(args):
+        # A run's name, which statistics do not need.
+        name = "stats" if preset.exp_name is tyro.MISSING else preset.exp_name
+        config = dataclasses.replace(preset, exp_name=name)
+        choices[preset.name] = (preset, StatsArguments(config))
+    arguments: StatsArguments = _parse(
+        "piston stats", inspect.getdoc(StatsArguments) or "", choices, args
+    )
+    if arguments.max_frames is not None and arguments.max_frames < 1:
+        raise ValueError(f"--max-frames is {arguments.max_frames}; expected at least 1.")
+    _stats(arguments.config, arguments.max_frames)
+
+
+def _stats(config: TrainConfig, max_frames: int | None) -> None:
+    data_config = config.data_config()
+    folder = _folder(config, data_config)
+    begun = time.monotonic()
+    datasets = open_sources(data_config, config.model)
+    steps = data_config.steps_read(config.model.action_horizon)
+    columns = [
+        TransformedColumns(dataset, one, steps)
+        for dataset, one in zip(datasets, data_config.each_set())
+    ]
+    num_all = sum(map(len, columns))
+    num_frames = min(num_all, max_frames or num_all)
+    with ProgressBar("statistics", "frames", num_frames) as bar:
+        statistics = compute_statistics(columns, max_frames=max_frames, progress=bar.advance)
+    seconds = time.monotonic() - begun
+    names = _names(datasets[0].metadata.features, data_config, statistics)
+    for key, of_key in statistics.items():
+        console().print(_table(key, of_key, names[key]))
+    for warning in _warnings(statistics, names, data_config):
+        console().print(f"[yellow]warning:[/yellow] {warning}", highlight=False)
+    path = write_norm_stats(folder, {key: s.norm_stats for key, s in statistics.items()})
+    console().print(
+        f"{num_frames:,} of {num_all:,} frames in {seconds:.1f} s; "
+        f"{_precision(num_frames, num_all)}. Written: {path}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _folder(config: TrainConfig, data_config: DataConfig) -> Path:
+    """Return the folder in which the preset looks for its statistics."""
+    if data_config.fake:
+        raise ValueError(f"{config.name} trains on random samples; they need no statistics.")
+    if data_config.assets_dir is None or data_config.asset_id is None:
+        raise ValueError("The statistics have no name: set --data.assets.asset-id.")
+    if "://" in data_config.assets_dir:
+        raise ValueError(
+            f"{config.name} takes the statistics of {data_config.assets_dir}/"
+            f"{data_config.asset_id}, which are there already. For statistics of your own, give "
+            f"this and training --data.assets.assets-dir {config.assets_dirs}"
+        )
+    return Path(data_config.assets_dir) / data_config.asset_id
+
+
+def _precision(num_chosen: int, num_frames: int) -> str:
+    """Describe how far the statistics may be from those of all frames."""
+    if num_chosen >= num_frames:
+        return "exact"
+    # Chosen without putting back: the closer to all of them, the smaller the error.
+    share = math.sqrt((1 - num_chosen / num_frames) / num_chosen)
+    rank = math.sqrt(0.01 * 0.99) * share
+    return (
+        f"of a random choice of {num_chosen:,} frames: one standard error of a mean is "
+        f"{share:.2g} std, q01 is the quantile 0.01 ± {rank:.1g} and q99 0.99 ± {rank:.1g}"
+    )
+
+
+def _names(
+    features: Mapping[str, Feature], config: DataConfig, statistics: Mapping[str, KeyStatistics]
+) -> dict[str, list[str]]:
+    """Return the names of the dimensions of states and actions, as the data set declares them."""
+    used = [features[key] for key in keys_used(config) or features if key in features]
+    actions = [one for one in used if one.name in config.action_sequence_keys]
+    state = [one for one in used if one not in actions and not one.is_camera]
+    sources = {"actions": actions, "state": state}
+    return {
+        key: dimension_names(sources[key], of_key.norm_stats.dim, otherwise=key)
+        for key, of_key in statistics.items()
+    }
+
+
+def _warnings(
+    statistics: Mapping[str, KeyStatistics], names: Mapping[str, list[str]], config: DataConfig
+) -> list[str]:
+    norm_stats = {key: of_key.norm_stats for key, of_key in statistics.items()}
+    constant = constant_dimensions(norm_stats, config.use_quantile_norm)
+    advice = (
+        f"the floor of {config.norm_floor:g} keeps their noise small."
+        if config.norm_floor
+        else "normalised, the slightest noise there explodes. Set --data.norm-floor, or leave "
+        "them out."
+    )
+    found = []
+    for key, dims in constant.items():
+        listed = ", ".join(f"{names[key][dim]} (dimension {dim})" for dim in dims)
+        found.append(f"{key}: {listed} never move{'s' * (len(dims) == 1)}; {advice}")
+    for key, of_key in statistics.items():
+        q01, q99 = of_key.norm_stats.quantiles
+        for dim in of_key.far_outliers():
+            low, high = of_key.minimum[dim], of_key.maximum[dim]
+            found.append(
+                f"{key}: {names[key][dim]} has far outliers: {low:.4g} … {high:.4g}, while 98 % "
+                f"lie in {q01[dim]:.4g} … {q99[dim]:.4g}."
+            )
+    return found
+
+
+def _table(key: str, statistics: KeyStatistics, names: Sequence[str]) -> Table:
+    stats = statistics.norm_stats
+    q01, q99 = stats.quantiles
+    rows = []
+    for dim, name in enumerate(names):
+        low, high = statistics.minimum[dim], statistics.maximum[dim]
+        values = (low, q01[dim], stats.mean[dim], stats.std[dim], q99[dim], high)
+        bars = histogram(statistics.sample[dim], low, high)
+        rows.append([name, *(f"{value:.4g}" for value in values), bars])
+    numeric = ("min", "q01", "mean", "std", "q99", "max")
+    title = f"{key}: {statistics.count:,} values per dimension"
+    made = table(("", *numeric, "min … max"), rows, title=title, right=numeric)
+    made.columns[-1].no_wrap = True
+    return made
+
+
+def histogram(values: np.ndarray, low: float, high: float) -> str:
+    """Blocks from `low` to `high`; a bin with any value at all shows at least the lowest."""
+    if not high > low:
+        return BARS[-1]
+    counts, _ = np.histogram(np.clip(values.astype(np.float64), low, high), NUM_BINS, (low, high))
+    heights = np.ceil(counts / counts.max() * (len(BARS) - 1)).astype(int)
+    return "".join(BARS[height] for height in heights)

@@ -13,7 +13,7 @@ from piston.cli.console import console
 from piston.verification.quantity import Quantity
 
 
-def run(args: list[str]) -> int:
+def run_verify(args: list[str]) -> int:
     paths = tyro.cli(_paths_argument, args=args, prog="piston verify")
     cases = [case for path in paths for case in verification.find_cases(path)]
     quantities = [quantity for case in cases for quantity in _replay(case)]

@@ -39,6 +39,23 @@ class Feature:
         return self.dtype in ("video", "image")
 
 
+def dimension_names(features: Iterable[Feature], dim: int, otherwise: str) -> list[str]:
+    """Return the declared names of the features' dimensions, if there are `dim` of them.
+
+    Else they are numbered: `otherwise[0]`, `otherwise[1]` …
+    """
+    names = [name for feature in features for name in _flat(feature.names)]
+    return names if len(names) == dim else [f"{otherwise}[{i}]" for i in range(dim)]
+
+
+def _flat(names: Any) -> list[str]:
+    """Names are a list, or lists by group, or missing."""
+    if isinstance(names, str):
+        return [names]
+    parts = names.values() if isinstance(names, Mapping) else names or ()
+    return [name for part in parts for name in _flat(part)]
+
+
 @dataclasses.dataclass(frozen=True)
 class Metadata:
     """`Metadata.read(root)`; `info` is meta/info.json as it is."""

@@ -1,22 +1,21 @@
-"""Named configurations: look-up, suggestions for a wrong name, and the command line over them.
+"""Named configurations: look-up, and suggestions for a wrong name.
 
-Presets are data. Each robot family's stand in a file of their own; this file knows only names.
+Presets are data. Those of each robot family are in a file of their own.
 """
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import tyro
 
 from piston.config import TrainConfig
 from piston.presets import aloha, debug, droid, libero, tiny, ur5
+from piston.suggestions import did_you_mean
 
 _ALL: tuple[TrainConfig, ...] = (
     *aloha.PRESETS,
@@ -70,9 +69,8 @@ def register(preset: TrainConfig) -> TrainConfig:
 def get(name: str) -> TrainConfig:
     import_user_presets()
     if name not in _BY_NAME:
-        nearest = difflib.get_close_matches(name, _BY_NAME, n=1, cutoff=0.4)
-        hint = f"Did you mean {nearest[0]!r}? " if nearest else ""
-        raise UnknownPreset(f"No preset is named {name!r}. {hint}`piston presets` lists them all.")
+        hint = did_you_mean(name, _BY_NAME, cutoff=0.4)
+        raise UnknownPreset(f"No preset is named {name!r}.{hint} `piston presets` lists them all.")
     return _BY_NAME[name]
 
 
@@ -80,18 +78,3 @@ def purpose(preset: TrainConfig) -> str:
     """A preset without weights or a data set only describes how to serve a released checkpoint."""
     trains = preset.weights is not None or preset.data.repo_id is not tyro.MISSING
     return "training" if trains else "inference"
-
-
-def cli(args: Sequence[str], prog: str = "piston train") -> TrainConfig:
-    """A preset, then overrides of any of its fields: `pi0_aloha --model.action-horizon 10`."""
-    if not args or args[0] in ("-h", "--help"):
-        chosen = [get(name) for name in names()]
-    else:
-        # Only the chosen one: building parsers for all of them takes seconds.
-        chosen = [get(args[0])]
-    choices = {preset.name: (_summary(preset), preset) for preset in chosen}
-    return tyro.extras.overridable_config_cli(choices, prog=prog, args=list(args))
-
-
-def _summary(preset: TrainConfig) -> str:
-    return f"{preset.model.family} on {preset.data.robot}, for {purpose(preset)}"

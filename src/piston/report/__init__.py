@@ -5,6 +5,8 @@ shown (`run`, `evaluations`, `stages`, `sample`, `prediction` with `denoising`),
 `contents` → `parts` (each a section) → `page`.
 """
 
+from piston.report.animation import write_animation
+from piston.report.evaluations import find_evaluations
 from piston.report.page import write_report
 
-__all__ = ["write_report"]
+__all__ = ["find_evaluations", "write_animation", "write_report"]

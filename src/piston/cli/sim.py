@@ -1,23 +1,76 @@
-"""`piston eval TASK --policy DIR|ws://…`: how often a policy succeeds in simulation."""
+"""`piston record TASK` and `piston eval TASK`: simulated robots, shown by experts or by a policy.
+
+`piston record` ends with 130 or 143 when Ctrl-C or SIGTERM stopped it; what is recorded by then is
+a data set.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
-from collections.abc import Callable, Collection, Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
-from rich.table import Table
 
-from piston.cli.console import console
-from piston.inference import load_policy
+from piston.cli.console import console, table
+from piston.data.episode_store import INFO, read_info
+from piston.files import json_line
 from piston.progress import ProgressBar
+from piston.signals import exit_on_sigterm
+from piston.sim.recording import Recording, record
 from piston.sim.rollouts import Ask, ask_policy, ask_server, evaluate
 from piston.sim.scores import Evaluation, Outcome, parse_seeds
 from piston.sim.videos import VideoWatcher
+
+
+def run_record(args: list[str]) -> None:
+    tyro.cli(_record, args=args, prog="piston record")
+
+
+def _record(
+    task: Annotated[str, tyro.conf.Positional],
+    /,
+    episodes: int,
+    out: Path,
+    workers: int = 2,
+    seed: int = 0,
+    pixels: int | None = None,
+    codec: Literal["h264", "av1"] = "h264",
+) -> None:
+    """Record scripted demonstrations as a LeRobot data set; run again to go on after a stop.
+
+    Args:
+        task: For example aloha_transfer_cube, aloha_insertion, metaworld:tiny, metaworld:door-open.
+        episodes: How many the data set shall hold at least. Only successful ones are kept.
+        out: The data set's folder.
+        workers: Processes that simulate. The result does not depend on it.
+        seed: Another seed gives other starts; none of them is ever used in evaluation.
+        pixels: Side of the camera images; by default the environment's own.
+        codec: h264 is quick to write, av1 is smaller.
+    """
+    began = time.monotonic()
+    there = read_info(out)["total_episodes"] if (out / INFO).exists() else 0
+    bar = ProgressBar(f"recording {task}", "episodes", episodes, done=there, after=0)
+    with exit_on_sigterm(), bar:
+        recorded = record(
+            Recording(task, seed, pixels),
+            episodes,
+            out,
+            workers=workers,
+            codec=codec,
+            progress=lambda kept, _: bar.show(kept),
+        )
+    console().print(
+        f"{out} holds {_count(recorded.num_episodes, 'episode', 'episodes')} of {task}: "
+        f"{_count(recorded.num_tried, 'try', 'tries')}, {time.monotonic() - began:.1f} s."
+    )
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,21 +100,21 @@ class EvalArguments:
     out: Path = Path("runs/eval")
 
 
-def run(args: list[str]) -> int:
+def run_eval(args: list[str]) -> None:
     arguments = tyro.cli(EvalArguments, args=args, prog="piston eval")
     seeds = _seeds(arguments)
     watcher = VideoWatcher(arguments.out / "videos") if arguments.video else None
     with contextlib.ExitStack() as stack:
-        ask, policy_name = _who_answers(arguments, len(seeds), stack)
+        ask, policy_name = _open_policy(arguments, len(seeds), stack)
         keep = stack.enter_context(_kept(arguments.out / "outcomes.jsonl"))
         bar = stack.enter_context(ProgressBar(arguments.task, "episodes", len(seeds), after=0))
-        good = 0
+        num_successes = 0
 
-        def told(outcome: Outcome) -> None:
-            nonlocal good
-            good += outcome.success
+        def on_outcome(outcome: Outcome) -> None:
+            nonlocal num_successes
+            num_successes += outcome.success
             keep(outcome)
-            bar.advance(1, f"{good} succeeded")
+            bar.advance(1, f"{num_successes} succeeded")
 
         evaluation = evaluate(
             arguments.task,
@@ -73,14 +126,13 @@ def run(args: list[str]) -> int:
             pixels=arguments.pixels,
             opposite=arguments.opposite,
             watcher=watcher,
-            progress=told,
+            progress=on_outcome,
         )
-        films = [] if watcher is None else watcher.written
-        _remove_others(arguments.out / "videos", films)
-        names = tuple(str(film.relative_to(arguments.out)) for film in films)
+        videos = [] if watcher is None else watcher.written
+        _remove_old_videos(arguments.out / "videos", videos)
+        names = tuple(str(video.relative_to(arguments.out)) for video in videos)
         dataclasses.replace(evaluation, videos=names).write(arguments.out / "results.json")
-    show(evaluation, arguments.out)
-    return 0
+    _show(evaluation, arguments.out)
 
 
 def _seeds(arguments: EvalArguments) -> list[int]:
@@ -95,9 +147,20 @@ def _seeds(arguments: EvalArguments) -> list[int]:
     return seeds[:count]
 
 
+def _open_policy(
+    arguments: EvalArguments, num_episodes: int, stack: contextlib.ExitStack
+) -> tuple[Ask, str]:
+    if arguments.policy.startswith(("ws://", "wss://")):
+        connections = min(arguments.num_environments, num_episodes)
+        return stack.enter_context(ask_server(arguments.policy, connections))
+    from piston.inference import load_policy  # imports torch, which a server makes unnecessary
+
+    return ask_policy(load_policy(arguments.policy)), arguments.policy
+
+
 @contextlib.contextmanager
 def _kept(path: Path) -> Iterator[Callable[[Outcome], None]]:
-    """Every episode is in a file once it has ended; the file goes when the results are there.
+    """Write every episode to a file when it ends; delete the file once the results are written.
 
     What an earlier evaluation has left there stays until this one has an episode of its own.
     """
@@ -107,7 +170,7 @@ def _kept(path: Path) -> Iterator[Callable[[Outcome], None]]:
     def keep(outcome: Outcome) -> None:
         nonlocal num_kept
         with path.open("a" if num_kept else "w", encoding="utf-8") as file:
-            file.write(json.dumps(dataclasses.asdict(outcome)) + "\n")
+            file.write(json_line(dataclasses.asdict(outcome)))
         num_kept += 1
 
     try:
@@ -119,36 +182,24 @@ def _kept(path: Path) -> Iterator[Callable[[Outcome], None]]:
     path.unlink(missing_ok=True)
 
 
-def _remove_others(folder: Path, films: Collection[Path]) -> None:
-    """What an earlier evaluation filmed belongs to its results, which are about to be replaced."""
+def _remove_old_videos(folder: Path, videos: list[Path]) -> None:
+    """Delete the videos of an earlier evaluation, whose results are about to be replaced."""
     for path in (*folder.glob("success_seed*.mp4"), *folder.glob("failure_seed*.mp4")):
-        if path not in films:
+        if path not in videos:
             path.unlink()
 
 
-def _who_answers(
-    arguments: EvalArguments, num_episodes: int, stack: contextlib.ExitStack
-) -> tuple[Ask, str]:
-    if arguments.policy.startswith(("ws://", "wss://")):
-        connections = min(arguments.num_environments, num_episodes)
-        return stack.enter_context(ask_server(arguments.policy, connections))
-    return ask_policy(load_policy(arguments.policy)), arguments.policy
-
-
-def show(evaluation: Evaluation, out: Path) -> None:
+def _show(evaluation: Evaluation, out: Path) -> None:
     sentence = ", asked for the opposite" if evaluation.opposite else ""
     screen = console()
     screen.print(f"{evaluation.task}, {evaluation.policy}{sentence}", soft_wrap=True, markup=False)
-    table = Table()
-    table.add_column("")
-    table.add_column("successes (95 % interval)", justify="right")
-    table.add_row("fulfilled at some time", str(evaluation.success))
-    table.add_row("still so at the end", str(evaluation.held))
+    rows = [("fulfilled at some time", str(evaluation.success))]
+    rows.append(("still so at the end", str(evaluation.held)))
     per_prompt = evaluation.per_prompt()
     if len(per_prompt) > 1:
-        for prompt, rate in per_prompt.items():
-            table.add_row(f"  {prompt}", str(rate))
-    screen.print(table)
+        rows += [(f"  {prompt}", str(rate)) for prompt, rate in per_prompt.items()]
+    successes = "successes (95 % interval)"
+    screen.print(table(("", successes), rows, right=(successes,)))
     failed = [str(outcome.seed) for outcome in evaluation.outcomes if not outcome.success]
     screen.print(f"failed seeds: {', '.join(failed) or 'none'}")
     times = "  ".join(f"{p} % {1e3 * evaluation.latency(p):.0f} ms" for p in (50, 90, 99))

@@ -1,30 +1,63 @@
-"""`piston summary PRESET|CHECKPOINT`: the experts side by side, tokens, mask and memory."""
+"""`piston convert SOURCE TARGET` and `piston summary PRESET|CHECKPOINT`."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import tyro
 from rich.table import Table
 
 from piston import presets, weights
-from piston.cli.console import console
+from piston.cli.console import console, table
 from piston.models import masks
 from piston.models.autoregressive import Pi0FAST
 from piston.models.configs import ModelConfig
 from piston.models.flow import Pi0
 from piston.models.precision import cast_for_inference
 from piston.models.variants import GemmaSize
+from piston.progress import BYTES, ProgressBar
 
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Bytes per trained parameter: float32 master, gradient, two moments of AdamW, mean of weights.
 _TRAINING_BYTES = 4 + 4 + 8 + 4
 
 
-def run(args: list[str]) -> int:
+def run_convert(args: list[str]) -> None:
+    tyro.cli(_convert, args=args, prog="piston convert")
+
+
+def run_summary(args: list[str]) -> None:
     tyro.cli(_summary, args=args, prog="piston summary")
-    return 0
+
+
+def _convert(
+    source: Annotated[str, tyro.conf.Positional],
+    target: Annotated[Path, tyro.conf.Positional],
+    dtype: Literal["float32", "bfloat16"] | None = None,
+    preset: str | None = None,
+) -> None:
+    """Write a checkpoint of the JAX trainer, openpi's PyTorch or LeRobot in Piston's format.
+
+    Args:
+        source: A folder, a .safetensors file, or a location (gs://, hf://, https://).
+        target: The new folder.
+        dtype: Hold the large matrices in this; by default as they are stored.
+        preset: Check the sizes against this preset; by default they are inferred.
+    """
+    with ProgressBar("converting", BYTES) as bar:
+        checkpoint = weights.convert(
+            source,
+            target,
+            None if dtype is None else _DTYPES[dtype],
+            config=None if preset is None else presets.get(preset).model,
+            progress=bar.show,
+        )
+    console().print(
+        f"Wrote {target}: {checkpoint.config.family}, {len(checkpoint.names())} tensors, "
+        f"{checkpoint.num_bytes / 1e6:,.1f} MB."
+    )
 
 
 def _summary(what: Annotated[str, tyro.conf.Positional]) -> None:
@@ -39,7 +72,7 @@ def _summary(what: Annotated[str, tyro.conf.Positional]) -> None:
     screen.print(f"[bold]{what}[/bold]  {config.family}, {source}\n")
     screen.print(_parts(model))
     screen.print(_tokens(model))
-    screen.print("\nwho sees whom (row sees column)", style="bold")
+    screen.print("\nattention (a row attends to the marked columns)", style="bold")
     screen.print(_mask(model) + "\n", highlight=False)
     screen.print(_memory(model))
 
@@ -59,7 +92,7 @@ def _count(module: torch.nn.Module) -> int:
 
 def _parts(model: Pi0 | Pi0FAST) -> Table:
     config, vision = model.config, model.config.vision
-    columns: dict[str, dict[str, str]] = {
+    parts: dict[str, dict[str, str]] = {
         "vision tower": {
             "parameters": f"{_count(model.vision):,}",
             "width": str(vision.width),
@@ -74,16 +107,11 @@ def _parts(model: Pi0 | Pi0FAST) -> Table:
     }
     if isinstance(model, Pi0):
         count = _count(model.action_expert) + _count(model.suffix)
-        columns["action expert"] = _expert_column(model.config.action_expert, count, "suffix")
-    table = Table(title=f"{_count(model):,} parameters", title_justify="left")
-    table.add_column("")
-    for name in columns:
-        table.add_column(name, justify="right")
-    for row in ("parameters", "width", "layers", "mlp", "heads", "LoRA", "reads"):
-        cells = [column.get(row, "–") for column in columns.values()]
-        if any(cell != "–" for cell in cells):
-            table.add_row(row, *cells)
-    return table
+        parts["action expert"] = _expert_column(model.config.action_expert, count, "suffix")
+    names = ("parameters", "width", "layers", "mlp", "heads", "LoRA", "reads")
+    rows = [[name, *(part.get(name, "–") for part in parts.values())] for name in names]
+    rows = [row for row in rows if set(row[1:]) != {"–"}]
+    return table(["", *parts], rows, title=f"{_count(model):,} parameters", right=parts)
 
 
 def _expert_column(size: GemmaSize, count: int, reads: str) -> dict[str, str]:
@@ -101,28 +129,27 @@ def _expert_column(size: GemmaSize, count: int, reads: str) -> dict[str, str]:
 def _tokens(model: Pi0 | Pi0FAST) -> Table:
     """The layout of a sequence in which every camera is present and the prompt is full."""
     config = model.config
-    table = Table(title="tokens", title_justify="left")
-    for column in ("part", "tokens", "from"):
-        table.add_column(column, justify="right" if column == "tokens" else "left")
-    for camera in config.cameras:
-        table.add_row(camera, str(config.tokens_per_camera), "prefix, if the camera is present")
-    table.add_row("prompt", f"≤ {config.prompt_length}", "prefix, without padding")
+    per_camera = str(config.tokens_per_camera)
+    rows = [(camera, per_camera, "prefix, if the camera is present") for camera in config.cameras]
+    rows.append(("prompt", f"≤ {config.prompt_length}", "prefix, without padding"))
     if isinstance(model, Pi0):
-        starts = model.suffix.starts_block(torch.device("cpu"))
-        if len(starts) > config.action_horizon:
-            table.add_row("state", "1", "suffix")
-        table.add_row("actions", str(config.action_horizon), "suffix, one per step of the chunk")
+        if _has_state_token(model):
+            rows.append(("state", "1", "suffix"))
+        rows.append(("actions", str(config.action_horizon), "suffix, one per step of the chunk"))
     else:
-        table.add_row("action codes", "within the prompt", "written one by one")
-    return table
+        rows.append(("action codes", "within the prompt", "generated one by one"))
+    return table(("part", "tokens", "from"), rows, title="tokens", right=("tokens",))
+
+
+def _has_state_token(model: Pi0) -> bool:
+    return len(model.suffix.starts_block(torch.device("cpu"))) > model.config.action_horizon
 
 
 def _mask(model: Pi0 | Pi0FAST) -> str:
     prefix = [("images", False), ("prompt", False)]
     if isinstance(model, Pi0FAST):
         return masks.draw([*prefix, ("codes", True)], causal=["codes"])
-    has_state = len(model.suffix.starts_block(torch.device("cpu"))) > model.config.action_horizon
-    state = [("state", True)] if has_state else []
+    state = [("state", True)] if _has_state_token(model) else []
     return masks.draw([*prefix, *state, ("actions", True)])
 
 
@@ -130,25 +157,25 @@ def _memory(model: Pi0 | Pi0FAST) -> Table:
     """Parameters and what belongs to each of them; activations come on top."""
     count = _count(model)
     adapters = sum(p.numel() for name, p in model.named_parameters() if "lora" in name)
-    table = Table(title="memory for weights", title_justify="left")
-    for column in ("", "float32", "bfloat16"):
-        table.add_column(column, justify="left" if not column else "right")
-    kept = _float32_always(model)
-    table.add_row("inference", _bytes(4 * count), _bytes(2 * count + 2 * kept))
+    in_bfloat16 = _bytes(2 * count + 2 * _num_always_float32(model))
     # Training keeps float32 masters either way; bfloat16 halves activations, not weights.
     full = _bytes(_TRAINING_BYTES * count)
-    table.add_row("training, all weights, with EMA", full, full)
+    rows = [
+        ("inference", _bytes(4 * count), in_bfloat16),
+        ("training, all weights, with EMA", full, full),
+    ]
     if adapters:
         lora = _bytes(4 * (count - adapters) + _TRAINING_BYTES * adapters)
-        table.add_row("training, adapters alone", lora, lora)
-    return table
+        rows.append(("training, adapters alone", lora, lora))
+    dtypes = ("float32", "bfloat16")
+    return table(("", *dtypes), rows, title="memory for weights", right=dtypes)
 
 
 def _bytes(number: float) -> str:
     return f"{number / 1e9:.2f} GB" if number >= 1e8 else f"{number / 1e6:.2f} MB"
 
 
-def _float32_always(model: Pi0 | Pi0FAST) -> int:
+def _num_always_float32(model: Pi0 | Pi0FAST) -> int:
     """Parameters that stay float32 when the model is held in bfloat16."""
     held = weights.build_on_meta(model.config)
     cast_for_inference(held, torch.bfloat16)
