@@ -96,7 +96,7 @@ def run(options: Arguments) -> None:
         decoding=_share_of_decoding(dataset, plain, indices),
     )
     with tempfile.TemporaryDirectory(dir=options.cache_dir) as folder:
-        cached = CachedFrames(dataset, numbers, options.pixels, Path(folder))
+        cached = CachedFrames(dataset, options.pixels, Path(folder))
         begun = time.perf_counter()
         cached.build()
         built = len(dataset) / (time.perf_counter() - begun)
@@ -115,10 +115,8 @@ def _open(options: Arguments) -> tuple[LeRobotDataset, LeRobotDataset]:
         raise ValueError(f"{options.path} holds no videos; what is measured here is decoding them.")
     episodes = [episode.index for episode in whole.episodes[: options.episodes]]
     sequences = {key: options.horizon for key in whole.keys if key in ("action", "actions")}
-    root = whole.metadata.root
-    dataset = open_dataset(root, sequences=sequences, episodes=episodes)
-    same = [episode.index for episode in dataset.episodes]
-    return dataset, open_dataset(root, sequences=sequences, episodes=same, cameras=())
+    dataset = open_dataset(whole.metadata, sequences=sequences, episodes=episodes)
+    return dataset, dataset.without_cameras()
 
 
 def _measure(

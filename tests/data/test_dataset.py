@@ -16,7 +16,7 @@ import pytest
 
 from piston.cli import main
 from piston.data import open_dataset
-from piston.data.episodes import EpisodeError
+from piston.data.format import EpisodeError
 
 from .synthetic import FPS, Folder, decode_in_order, picture, write_video
 
@@ -318,7 +318,7 @@ def test_a_picture_that_is_damaged_names_its_place(tmp_path):
     dataset[15]
     with pytest.raises(ValueError, match="episode 1, frame 4, .*cannot be decoded"):
         dataset[16]
-    with pytest.raises(ValueError, match="episode 1, frame 5, .*holds no picture"):
+    with pytest.raises(ValueError, match="episode 1, frame 5, .*has no image"):
         dataset[17]
 
 

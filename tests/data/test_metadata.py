@@ -6,8 +6,7 @@ import shutil
 
 import pytest
 
-from piston.data.location import lerobot_home, locate
-from piston.data.metadata import Metadata
+from piston.data.format import Metadata, lerobot_home, locate
 
 from .synthetic import FPS, Folder
 
@@ -117,7 +116,9 @@ def test_wrong_totals_are_told_and_not_believed(tmp_path):
     folder.edit_info(total_frames=7)
     metadata = Metadata.read(folder.root)
     assert metadata.total_frames == 36
-    assert any("total_frames is 7, the episodes say 36" in what for what in _whats(metadata))
+    assert any(
+        "total_frames is 7, the list of episodes gives 36" in what for what in _whats(metadata)
+    )
 
 
 @pytest.mark.parametrize(
@@ -145,14 +146,14 @@ def test_a_missing_version_is_told_from_the_layout(tmp_path):
 
 def test_a_folder_above_the_set_names_it(tmp_path):
     Folder(tmp_path / "sets" / "mine")
-    with pytest.raises(FileNotFoundError, match=r"no LeRobot data set.*sets/mine"):
+    with pytest.raises(FileNotFoundError, match=r"not a LeRobot data set.*sets/mine"):
         Metadata.read(tmp_path / "sets")
 
 
 def test_info_that_is_no_json_is_an_error(tmp_path):
     folder = Folder(tmp_path / "set")
     (folder.root / "meta/info.json").write_text("{")
-    with pytest.raises(ValueError, match="not valid JSON"):
+    with pytest.raises(ValueError, match="not a JSON file"):
         Metadata.read(folder.root)
 
 
@@ -191,7 +192,7 @@ def test_what_is_nowhere_goes_to_the_hub_or_is_an_error(tmp_path, monkeypatch):
         asked.append(location)
         return tmp_path / "downloaded" / location.rsplit("/", 1)[1]
 
-    monkeypatch.setattr("piston.data.location.resolve", resolve)
+    monkeypatch.setattr("piston.data.format.resolve", resolve)
     assert locate("owner/name") == tmp_path / "downloaded/name"
     assert locate("hf://datasets/owner/name", only_meta=True) == tmp_path / "downloaded"
     assert asked == ["hf://datasets/owner/name", "hf://datasets/owner/name/meta"]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piston.data.episodes import Episode
+from piston.data.format import Episode
 from piston.data.subsets import (
     RepeatedStarts,
     WeightedMixture,

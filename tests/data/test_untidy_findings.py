@@ -57,7 +57,7 @@ def test_a_video_at_twice_the_declared_rate_is_not_read_by_every_second_frame(tm
 
 def cached(root, folder, episodes=None):
     dataset = open_dataset(root, episodes=episodes)
-    frames = CachedFrames(dataset, open_dataset(root, episodes=episodes, cameras=()), 32, folder)
+    frames = CachedFrames(dataset, 32, folder)
     frames.build()
     return dataset, frames
 
@@ -157,7 +157,7 @@ def test_a_sequence_at_no_time_is_refused(tmp_path):
 
 def test_a_mask_or_a_single_name_is_not_taken_for_a_list(tmp_path):
     folder = Folder(tmp_path / "set", "v2.1")
-    with pytest.raises(TypeError, match=r"expected is a list: \['observation"):
+    with pytest.raises(TypeError, match=r"expected a list: \['observation"):
         open_dataset(folder.root, cameras=TOP)
     with pytest.raises(ValueError, match="flatnonzero"):
         open_dataset(folder.root, episodes=[True, False, True])

@@ -27,13 +27,22 @@ FEATURES = {
 
 
 def record(
-    folder: Path, *, episodes: int, frames: int, state_dim: int = 8, names: Any = None, **how: Any
+    folder: Path,
+    *,
+    episodes: int,
+    frames: int,
+    state_dim: int = 8,
+    names: Any = None,
+    cameras: str = "image",
+    **how: Any,
 ) -> None:
     """`how` is for the recorder, such as `fps`; `names` are those of the state."""
     random = np.random.default_rng(0)
     state = {"dtype": "float32", "shape": (state_dim,), "names": names}
     how = {"fps": 10, **how}
-    with Recorder(folder, features={**FEATURES, "state": state}, **how) as recorder:
+    camera = {**_CAMERA, "dtype": cameras}
+    features = {**FEATURES, "image": camera, "wrist_image": camera, "state": state}
+    with Recorder(folder, features=features, **how) as recorder:
         for episode in range(episodes):
             for _ in range(frames):
                 pictures = random.integers(256, size=(2, PIXELS, PIXELS, 3), dtype=np.uint8)
@@ -47,9 +56,9 @@ def record(
             recorder.save_episode()
 
 
-def recorded(folder: Path, *, episodes: int, frames: int) -> dict[str, Any]:
+def recorded(folder: Path, *, episodes: int, frames: int, **how: Any) -> dict[str, Any]:
     """Changes to a `TrainConfig` that make it train on a new set, whose statistics are there."""
-    record(folder / "cups", episodes=episodes, frames=frames)
+    record(folder / "cups", episodes=episodes, frames=frames, **how)
     factory = LeRobotLiberoDataConfig(
         repo_id=str(folder / "cups"),
         assets=AssetsConfig(assets_dir=str(folder / "assets"), asset_id="libero"),

@@ -9,6 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import tyro
+from tests.data.opened_files import count_opened
 
 import piston
 from piston import presets
@@ -54,6 +55,20 @@ def test_cached_frames_change_nothing(tmp_path, data, monkeypatch):
     train_loop(tiny(tmp_path / "cached", **data, cache_frames=True))
     plain, cached = (tmp_path / kind / "tiny" / "run" for kind in ("plain", "cached"))
     assert_same_run(plain, cached, 5)
+
+
+def test_training_opens_the_files_of_its_data_set_once(tmp_path, monkeypatch):
+    """Training, validation and the cache share one open data set."""
+    monkeypatch.setenv("PISTON_HOME", str(tmp_path / "home"))
+    data = recorded(tmp_path, episodes=4, frames=8, cameras="video")
+    with count_opened(tmp_path / "cups") as opened:
+        train_loop(tiny(tmp_path, **data, cache_frames=True, validation_episodes=1))
+    tables = {path: count for path, count in opened.items() if not path.endswith(".mp4")}
+    expected = {"meta/info.json", "meta/tasks.parquet"}
+    folder = tmp_path / "cups"
+    for pattern in ("meta/episodes/*/*.parquet", "data/*/*.parquet"):
+        expected |= {path.relative_to(folder).as_posix() for path in folder.glob(pattern)}
+    assert tables == dict.fromkeys(expected, 1)
 
 
 def test_adapters_are_trained_saved_and_served(tmp_path, data):

@@ -11,7 +11,7 @@ from piston.cli import main
 from piston.cli.train import parse
 from piston.config import AssetsConfig, DataConfig
 from piston.data.dataset import LeRobotDataset
-from piston.data.episodes import EpisodeError
+from piston.data.format import EpisodeError
 from piston.data.pipeline import TrainingData, leave_out
 from piston.data.recorder import Recorder
 from piston.training import loop
@@ -222,8 +222,8 @@ def test_sets_of_other_robots_or_rates_are_refused(tmp_path, first):
     train_loop(tiny(tmp_path))
     with pytest.raises(ValueError, match=r"slow was not recorded like .*cups") as refused:
         train_loop(tiny(tmp_path, **together(first, tmp_path / "slow"), overwrite=True))
-    assert "its rate is 5 frames per second, expected is 10; 'state' has" in str(refused.value)
-    assert "'state' has the shape (9,), expected is (8,)" in str(refused.value)
+    assert "its rate is 5 frames per second, expected 10; 'state' has" in str(refused.value)
+    assert "'state' has the shape (9,), expected (8,)" in str(refused.value)
     assert saved_steps(old) == [3, 5]  # seen before anything is deleted
 
     without_camera = dict(FEATURES)
@@ -242,7 +242,7 @@ def test_sets_that_call_things_by_other_names_are_told_of(tmp_path, first, caplo
     data = {**first, "data": dataclasses.replace(first["data"], repo_id=str(tmp_path / "a"))}
     train_loop(tiny(tmp_path, **together(data, tmp_path / "b")))
     assert "was recorded with ur5" in caplog.text
-    assert "calls the dimensions of 'state' ['h', 'g'" in caplog.text
+    assert "names the dimensions of 'state' ['h', 'g'" in caplog.text
 
 
 def test_random_samples_have_no_further_sets(tmp_path):

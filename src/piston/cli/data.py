@@ -15,9 +15,7 @@ from piston.cli.console import console, table
 from piston.data.aloha_hdf5 import convert_aloha_hdf5
 from piston.data.check import check_dataset, readable_cameras, readable_episodes, usable
 from piston.data.convert import Conversion, convert_to_v30
-from piston.data.episodes import Problem
-from piston.data.location import locate
-from piston.data.metadata import Metadata
+from piston.data.format import Metadata, Problem, locate
 from piston.progress import ProgressBar
 
 _MAX_PLACES = 20

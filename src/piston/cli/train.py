@@ -31,7 +31,7 @@ from tyro.constructors import (
 from piston import presets
 from piston.cli.console import console, fail, table
 from piston.config import DataConfig, TrainConfig
-from piston.data.metadata import Feature, dimension_names
+from piston.data.format import Feature, dimension_names
 from piston.data.pipeline import keys_used, open_sources
 from piston.data.statistics import KeyStatistics, compute_statistics
 from piston.data.transformed_columns import TransformedColumns

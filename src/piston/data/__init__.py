@@ -1,12 +1,11 @@
-"""LeRobot data sets: read, checked, written, loaded in batches, summed up in statistics.
+"""LeRobot data sets: reading, checking, writing, loading in batches, statistics.
 
-Files hand on in this order: `location` → `metadata` (what a folder says of itself) → `intact` (are
-its files whole?) → `dataset` (samples, from `columns`, `images` and `video`) → `subsets` (parts and
-mixtures). `check` reads all of it once and tells what is wrong.
+`format` reads what a folder declares, `columns` and `video` read its files, `check` finds what is
+wrong, `dataset` is the open data set, and `pipeline` makes it what the model sees.
 """
 
 from piston.data.check import check_dataset
 from piston.data.dataset import LeRobotDataset, open_dataset
-from piston.data.metadata import Metadata, Problem
+from piston.data.format import Metadata, Problem
 
 __all__ = ["LeRobotDataset", "Metadata", "Problem", "check_dataset", "open_dataset"]

@@ -1,14 +1,14 @@
-"""Decoded frames on disk: every frame of a camera once, resized as the model takes it, uint8.
+"""Decoded frames on disk: every frame of a camera once, at the model's image size, uint8.
 
     <home>/frames/<data set>/<camera>-<pixels>-<key>/
         frames.npy      (frames of the whole set, pixels, pixels, 3), sparse: only what is built
         built.npy       which episodes are in it
         about.json      for people
 
-The key changes with the files of the data set. A cache is built once, each video decoded in order;
-several processes may ask for it at the same time, one of them builds. What was built before a crash
-is kept. Frames are resized with the same function as in `ResizeImages`, which then has nothing to
-do. Knows nothing of transforms.
+The key changes with the files of the data set. Each video is decoded once, in order. Several
+processes may ask for a cache at the same time: one builds it and the others wait. What was built
+before a crash is kept. Frames are resized by the function that `ResizeImages` uses, which then
+leaves them as they are.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import hashlib
-import json
 import logging
 import os
 import re
@@ -33,9 +32,9 @@ from jaxtyping import Bool, UInt8
 
 from piston.assets import home
 from piston.data.dataset import LeRobotDataset
-from piston.data.episodes import Episode
-from piston.data.metadata import Metadata
+from piston.data.format import Episode, Metadata
 from piston.data.processors import num_usable_cpus
+from piston.files import atomic_file, write_json
 from piston.progress import ProgressBar
 from piston.transforms.images import resize_with_pad
 
@@ -48,15 +47,14 @@ class CameraCache:
     """The resized frames of one camera. Picklable; opens its file where it is used."""
 
     def __init__(self, metadata: Metadata, camera: str, pixels: int, home_folder: Path) -> None:
-        self.camera, self.pixels = camera, pixels
+        self.camera, self.pixels, self._root = camera, pixels, metadata.root
         self.folder = home_folder / _folder_name(metadata, camera, pixels)
         self._num_frames = metadata.total_frames
         self._positions = {episode.index: i for i, episode in enumerate(metadata.episodes)}
-        self.starts = first_rows(metadata)
         self._frames: np.ndarray | None = None
 
     def __getitem__(self, row: int) -> UInt8[np.ndarray, "p p 3"]:
-        """By the row in this file, see `starts`. A copy: the file stays as it is."""
+        """Return a copy of the frame in this row of the file, see `first_rows`."""
         if self._frames is None:
             self._frames = np.load(self.folder / "frames.npy", mmap_mode="r")
         return np.array(self._frames[row])
@@ -68,23 +66,21 @@ class CameraCache:
     def num_bytes(self, episodes: Sequence[Episode]) -> int:
         return sum(episode.length for episode in episodes) * self.pixels**2 * 3
 
-    def open_for_writing(self, root: Path) -> FrameWriter:
-        """Only while the lock is held. `root` is written down for people."""
+    def open_for_writing(self) -> FrameWriter:
+        """Open the file of frames, or create it. The caller holds the lock."""
         path, shape = self.folder / "frames.npy", (self._num_frames, self.pixels, self.pixels, 3)
         if not path.exists():
-            unfinished = path.with_suffix(".unfinished")
-            np.lib.format.open_memmap(unfinished, "w+", np.uint8, shape).flush()
-            unfinished.replace(path)
-            about = {"data set": str(root.resolve()), "camera": self.camera, "pixels": self.pixels}
-            (self.folder / "about.json").write_text(json.dumps(about, indent=2))
+            about = {"data set": str(self._root.resolve()), "camera": self.camera}
+            write_json(self.folder / "about.json", {**about, "pixels": self.pixels})
+            with atomic_file(path) as temporary:
+                np.lib.format.open_memmap(temporary, "w+", np.uint8, shape).flush()
         return FrameWriter(path, self.pixels)
 
-    def mark_built(self, episodes: Sequence[Episode]) -> None:
+    def mark_built(self, episode: Episode) -> None:
         built = self._built()
-        built[[self._positions[episode.index] for episode in episodes]] = True
-        unfinished = self.folder / "built.unfinished.npy"
-        np.save(unfinished, built)
-        unfinished.replace(self.folder / "built.npy")
+        built[self._positions[episode.index]] = True
+        with atomic_file(self.folder / "built.npy") as temporary, temporary.open("wb") as file:
+            np.save(file, built)
 
     def _built(self) -> Bool[np.ndarray, " episodes"]:
         path = self.folder / "built.npy"
@@ -99,10 +95,8 @@ class FrameWriter:
 
     def __init__(self, path: Path, pixels: int) -> None:
         self._frame_bytes = pixels**2 * 3
+        self._begin = np.load(path, mmap_mode="r").offset
         self._file = os.open(path, os.O_RDWR)
-        self._begin = os.fstat(self._file).st_size - self._frame_bytes * len(
-            np.load(path, mmap_mode="r")
-        )
 
     def write(self, row: int, frame: UInt8[np.ndarray, "p p 3"]) -> None:
         data = memoryview(np.ascontiguousarray(frame).tobytes())
@@ -122,50 +116,35 @@ class FrameWriter:
 
 
 class CachedFrames:
-    """A data set whose images come from caches; its numbers from `numbers`, which decodes nothing.
+    """A data set whose images come from caches, of `pixels` squared; nothing else differs."""
 
-    Both hold the same episodes. Items are those of the data set, with images of `pixels` squared.
-    """
-
-    def __init__(
-        self,
-        dataset: LeRobotDataset,
-        numbers: LeRobotDataset,
-        pixels: int,
-        folder: Path | None = None,
-    ) -> None:
-        if [e.index for e in dataset.episodes] != [e.index for e in numbers.episodes]:
-            raise ValueError("The two data sets of a frame cache must hold the same episodes.")
+    def __init__(self, dataset: LeRobotDataset, pixels: int, folder: Path | None = None) -> None:
         where = home() / "frames" if folder is None else folder
         self.metadata = dataset.metadata
-        self._dataset, self._numbers = dataset, numbers
-        self.caches = {c: CameraCache(dataset.metadata, c, pixels, where) for c in dataset.cameras}
-        self._first = dataset.episode_bounds[:, 0]
-        starts = first_rows(dataset.metadata)
-        self._offset = np.array([starts[e.index] for e in dataset.episodes]) - self._first
+        self._dataset, self._numbers = dataset, dataset.without_cameras()
+        self.caches = {c: CameraCache(self.metadata, c, pixels, where) for c in dataset.cameras}
+        self._starts = dataset.episode_bounds[:, 0]
+        in_file = first_rows(self.metadata)
+        self._in_file = np.array([in_file[episode.index] for episode in dataset.episodes])
 
     def __len__(self) -> int:
         return len(self._numbers)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"There is no frame {index}; the data set has {len(self)}.")
+        item = self._numbers[index]  # raises IndexError
         index %= len(self)
-        row = index + int(self._offset[np.searchsorted(self._first, index, side="right") - 1])
-        return self._numbers[index] | {camera: cache[row] for camera, cache in self.caches.items()}
+        episode = int(np.searchsorted(self._starts, index, side="right")) - 1
+        row = index + int(self._in_file[episode] - self._starts[episode])
+        return item | {camera: cache[row] for camera, cache in self.caches.items()}
 
-    @property
-    def keys(self) -> tuple[str, ...]:
-        return self._numbers.keys
-
-    def column(self, key: str) -> np.ndarray:
-        return self._numbers.column(key)
+    def preload(self) -> None:
+        self._numbers.preload()
 
     def build(self) -> None:
-        """Decode what is not there yet. Safe in several processes; one works, the others wait."""
+        """Decode what is missing. Safe in several processes: one works, the others wait."""
         caches = sorted(self.caches.values(), key=lambda cache: cache.folder)
         with contextlib.ExitStack() as locks:
-            for cache in caches:  # in one order, so that nobody waits for each other
+            for cache in caches:  # always in this order, so that two processes cannot block
                 _acquire(cache, locks)
             missing = {cache: cache.missing(self._dataset.episodes) for cache in caches}
             if not any(missing.values()):
@@ -179,29 +158,30 @@ class CachedFrames:
 
     def _decode(self, missing: Mapping[CameraCache, Sequence[Episode]]) -> None:
         stopped, marking = threading.Event(), threading.Lock()
-        first = {e.index: int(row) for e, row in zip(self._dataset.episodes, self._first)}
+        places = zip(self._dataset.episodes, self._starts.tolist(), self._in_file.tolist())
+        starts = {episode.index: (start, in_file) for episode, start, in_file in places}
         total = sum(episode.length for episodes in missing.values() for episode in episodes)
 
         def decode(work: tuple[CameraCache, FrameWriter, Sequence[Episode]]) -> None:
             cache, writer, episodes = work
             for episode in episodes:
+                start, in_file = starts[episode.index]
                 for frame in range(episode.length):
                     if stopped.is_set():
                         return
-                    row = first[episode.index] + frame
-                    image = self._dataset.frame(row, [cache.camera])[cache.camera]
+                    image = self._dataset.frame(start + frame, [cache.camera])[cache.camera]
                     small = resize_with_pad(image, cache.pixels, cache.pixels)
-                    writer.write(cache.starts[episode.index] + frame, small)
+                    writer.write(in_file + frame, small)
                     bar.advance(1)
                 writer.flush()
                 with marking:
-                    cache.mark_built([episode])
+                    cache.mark_built(episode)
 
         with contextlib.ExitStack() as stack:
             bar = stack.enter_context(ProgressBar("decoding", "frames", total))
             work = []
             for cache, episodes in missing.items():
-                writer = stack.enter_context(cache.open_for_writing(self.metadata.root))
+                writer = stack.enter_context(cache.open_for_writing())
                 work += [(cache, writer, file) for file in _by_file(episodes, cache.camera)]
             pool = stack.enter_context(ThreadPoolExecutor(num_usable_cpus()))
             try:
@@ -214,9 +194,9 @@ class CachedFrames:
 
 
 def first_rows(metadata: Metadata) -> dict[int, int]:
-    """Where each episode begins in a file of all frames.
+    """Return where each episode begins in a file of all frames.
 
-    Counted here: what a data set says of it (`dataset_from_index`) may repeat or leave gaps.
+    Counted here, since `dataset_from_index` of a data set may repeat or leave gaps.
     """
     ends = np.cumsum([episode.length for episode in metadata.episodes])
     return {e.index: int(end) - e.length for e, end in zip(metadata.episodes, ends)}
@@ -243,18 +223,20 @@ def require_space(folder: Path, num_bytes: int) -> None:
 
 
 def _by_file(episodes: Sequence[Episode], camera: str) -> list[list[Episode]]:
-    """Episodes that share a file, in the order in which they lie in it: decoded in one go."""
-    files: dict[str, list[Episode]] = collections.defaultdict(list)
+    """Group episodes by their file, in the order of the file, so that it is decoded in order."""
+    files: dict[str, list[tuple[float, Episode]]] = collections.defaultdict(list)
     for episode in episodes:
         span = episode.videos.get(camera)
-        files[episode.data_path if span is None else span.path].append(episode)
-    for together in files.values():
-        together.sort(key=lambda e: e.videos[camera].start if camera in e.videos else e.start)
-    return list(files.values())
+        path, start = (
+            (episode.data_path, episode.start) if span is None else (span.path, span.start)
+        )
+        files[path].append((start, episode))
+    by_start = (sorted(inside, key=lambda pair: pair[0]) for inside in files.values())
+    return [[episode for _, episode in inside] for inside in by_start]
 
 
 def _folder_name(metadata: Metadata, camera: str, pixels: int) -> str:
-    """Another one whenever a file of the camera is another one."""
+    """Return a name that changes if any file of the camera changes."""
     spans: list[tuple[Any, ...]] = []
     for episode in metadata.episodes:
         span = episode.videos.get(camera)

@@ -1,55 +1,215 @@
-"""Reads a whole data set once and tells everything that is wrong with it, and what will happen.
+"""Find everything that is wrong with a data set.
 
-Asks the same code that training reads with, so that what passes here does not stop a run later.
-Knows nothing of how it is shown. An `error` is what would stop training; a damaged episode that the
-reader leaves out by itself is a `warning`, unless no episode remains.
+`inspect_files` is run whenever a data set is opened: it reads the rows and the headers of the
+videos, and finds the episodes that have to be left out, so that training does not stop later.
+`check_dataset` (`piston data check`) also looks at the values and decodes every frame, by the code
+that training uses. An `error` would stop training. A damaged episode that readers leave out is a
+`warning`, unless no episode remains.
 """
 
 from __future__ import annotations
 
 import collections
+import dataclasses
+import itertools
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
-from piston.data.check_rows import check_rows
-from piston.data.columns import find_rows
-from piston.data.episodes import Episode, FileListing, Problem
-from piston.data.images import ImageRows
-from piston.data.intact import CAMERA_IGNORED, Findings, look_over
-from piston.data.location import locate
-from piston.data.metadata import Metadata
-from piston.data.mp4 import CutFileError, read_header
+from piston.data.columns import Columns, DataFile, ImageRows, Rows, read_data_files
+from piston.data.format import (
+    CAMERA_IGNORED,
+    DERIVED,
+    Episode,
+    Metadata,
+    Problem,
+    Severity,
+    episode_problem,
+    list_files,
+    locate,
+)
+from piston.data.mp4 import CutFileError, VideoHeader, read_header
 from piston.data.processors import num_usable_cpus
 from piston.data.video import TOLERANCE_S, VideoError, VideoReader
+from piston.progress import Progress, no_progress
+from piston.suggestions import did_you_mean
 
 BLACK = 20  # the brightest gray value of a frame that shows nothing (video black is 16)
-STOPS = "training stops there; leave the episode out (--data.episodes '!N') or replace the file"
+STOPS = "training stops there; leave out the episode (--data.episodes '!N') or write it again"
+TIME_TOLERANCE_S = 1e-3  # recorded times are informative only: frames are found by number
 
-Progress = Callable[[int, int], None]  # frames and rows done, in all
+ProblemOf = Callable[[Severity, str, str], Problem]  # severity, what, consequence; of one episode
+Header = VideoHeader | str | None  # what is wrong if a text, None if the file does not say
+
+
+@dataclasses.dataclass(frozen=True)
+class Findings:
+    """What was read of a data set's files for some episodes and cameras, and what is wrong."""
+
+    metadata: Metadata
+    cameras: tuple[str, ...]
+    problems: tuple[Problem, ...]
+    stored: frozenset[str]  # columns to take from the data files
+    files: Mapping[str, DataFile]
+    headers: Mapping[str, Header]
+
+    def left_out(self, cameras: Iterable[str] | None = None) -> dict[int, Problem]:
+        """Return the episodes that readers of these cameras leave out, with the first reason."""
+        return left_out(self.problems, self.cameras if cameras is None else cameras)
+
+    def columns(self, episodes: Sequence[Episode]) -> Columns:
+        return Columns(self.metadata, episodes, self.stored, self.files)
+
+
+def left_out(problems: Iterable[Problem], cameras: Iterable[str]) -> dict[int, Problem]:
+    wanted = {None, *cameras}
+    reasons: dict[int, Problem] = {}
+    for problem in problems:
+        if problem.leaves_out and problem.episode is not None and problem.camera in wanted:
+            reasons.setdefault(problem.episode, problem)
+    return reasons
+
+
+def inspect_files(
+    metadata: Metadata,
+    episodes: Sequence[Episode],
+    cameras: Iterable[str] | None = None,
+    tolerance_s: float = TOLERANCE_S,
+) -> Findings:
+    """Read the rows of these episodes and the headers of these cameras' videos (None: of all)."""
+    files = read_data_files(metadata, episodes)
+    problems = list(metadata.problems)
+    for file in files.values():
+        problems += [episode_problem(index, what) for index, what in file.unreadable.items()]
+    stored, missing = _stored_columns(metadata, episodes, files)
+    problems += missing
+    chosen = _choose_cameras(metadata, stored, cameras)
+    problems += _shared_frames(metadata, chosen)
+    spans = [(e, c, e.videos[c]) for e in episodes for c in chosen if c in e.videos]
+    paths = list(dict.fromkeys(span.path for _, _, span in spans))
+    with ThreadPoolExecutor(min(8, 2 * num_usable_cpus())) as pool:
+        headers = dict(zip(paths, pool.map(lambda path: _header(metadata.root / path), paths)))
+    for episode, camera, span in spans:
+        if what := _damage(headers[span.path], span.start, episode.length, metadata, tolerance_s):
+            problems.append(episode_problem(episode.index, f"{span.path} {what}", camera))
+    return Findings(metadata, chosen, tuple(problems), stored, files, headers)
+
+
+def _choose_cameras(
+    metadata: Metadata, stored: frozenset[str], cameras: Iterable[str] | None
+) -> tuple[str, ...]:
+    features = metadata.features
+    there = [c for c in metadata.cameras if features[c].dtype == "video" or c in stored]
+    if cameras is None:
+        return tuple(there)
+    if isinstance(cameras, str):
+        raise TypeError(f"cameras is the text {cameras!r}; expected a list: [{cameras!r}].")
+    chosen = tuple(cameras)
+    for camera in chosen:
+        if camera not in there:
+            raise KeyError(
+                f"{metadata.root} has no camera {camera!r}; it has {there}."
+                f"{did_you_mean(camera, there)}"
+            )
+    return chosen
+
+
+def _stored_columns(
+    metadata: Metadata, episodes: Sequence[Episode], files: Mapping[str, DataFile]
+) -> tuple[frozenset[str], list[Problem]]:
+    """Ignore a feature that no file has; leave out the episodes of files that lack another one."""
+    names = {path: file.names for path, file in files.items() if file.names}
+    if not names:
+        return frozenset(), []
+    some, everywhere = frozenset.union(*names.values()), frozenset.intersection(*names.values())
+    problems = []
+    for key in dict.fromkeys((*metadata.features, *DERIVED)):
+        feature = metadata.features.get(key)
+        if key in everywhere or (feature is not None and feature.dtype == "video"):
+            continue
+        if key in DERIVED:
+            what = (
+                "not in every data file" if feature else "neither declared nor in every data file"
+            )
+            problems.append(Problem("note", key, what, "computed from the list of episodes"))
+        elif key in some:
+            camera = key if feature is not None and feature.is_camera else None
+            what = f"its data file has no column {key!r}, others have"
+            problems += [
+                episode_problem(episode.index, what, camera)
+                for episode in episodes
+                if key not in names.get(episode.data_path, {key})
+            ]
+        elif feature is not None and feature.is_camera:
+            problems.append(Problem("warning", key, "declared, in no data file", CAMERA_IGNORED))
+        else:
+            consequence = "items lack it: training that uses it is not possible"
+            problems.append(Problem("error", key, "declared, in no data file", consequence))
+    partly = (some - everywhere) & metadata.features.keys() - set(DERIVED)
+    return everywhere | partly, problems
+
+
+def _shared_frames(metadata: Metadata, cameras: Iterable[str]) -> Iterator[Problem]:
+    """Find episodes of one file that claim the same frames: whose they are is unknown."""
+
+    def end(episode: Episode) -> float:
+        """Between an episode's last frame and the one after it, in seconds of the file."""
+        return episode.videos[camera].start + (episode.length - 0.5) / metadata.fps
+
+    for camera in cameras:
+        filmed = [episode for episode in metadata.episodes if camera in episode.videos]
+        filmed.sort(key=lambda e: (e.videos[camera].path, e.videos[camera].start))
+        for _, inside in itertools.groupby(filmed, key=lambda e: e.videos[camera].path):
+            last, *others = inside
+            for episode in others:
+                if episode.videos[camera].start < end(last):
+                    for one, other in ((last, episode), (episode, last)):
+                        what = f"its span in the video overlaps that of episode {other.index}"
+                        yield episode_problem(one.index, what, camera)
+                last = max(last, episode, key=end)  # the one that ends last
+
+
+def _header(path: Path) -> Header:
+    try:
+        return read_header(path)
+    except CutFileError as error:
+        return str(error)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+
+
+def _damage(
+    header: Header, start: float, length: int, metadata: Metadata, tolerance_s: float
+) -> str | None:
+    """Return what keeps an episode from being read from a video file."""
+    if header is None or isinstance(header, str):
+        return header
+    if header.spacing and header.drift(metadata.fps, length) > tolerance_s:
+        return (
+            f"has {1 / header.spacing:.6g} frames per second, declared are {metadata.fps:g}: which "
+            "frame belongs to which row is unknown"
+        )
+    needed = round(start * metadata.fps) + length
+    if header.num_frames < needed:
+        return f"has {header.num_frames} frames, {needed} are needed"
+    return None
 
 
 def check_dataset(
     path_or_repo_id: str | os.PathLike[str],
     *,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
     tolerance_s: float = TOLERANCE_S,
 ) -> list[Problem]:
-    """Every problem, the worst first. Raises only where there is no data set to check."""
+    """Return every problem, the worst first. Raise an error only if there is no data set."""
     metadata = Metadata.read(locate(path_or_repo_id))
-    findings = look_over(metadata, tolerance_s)
-    work = _Work(metadata, findings, tolerance_s, progress)
-    problems = [
-        *findings.problems,
-        *_strangers(metadata),
-        *work.rows(),
-        *work.pictures(),
-        *work.videos(),
-    ]
+    findings = inspect_files(metadata, metadata.episodes, tolerance_s=tolerance_s)
+    work = _FullCheck(findings, tolerance_s, progress)
+    problems = [*findings.problems, *_unused_files(metadata), *work.rows(), *work.frames()]
     if not readable_episodes(metadata, problems):
         what = "no episode can be read with all cameras"
         problems.append(Problem("error", "data set", what, "training cannot use it"))
@@ -62,121 +222,110 @@ def check_dataset(
 
 
 def usable(problems: Iterable[Problem]) -> bool:
-    """Whether training can use the set."""
+    """Return whether training can use the data set."""
     return all(problem.severity != "error" for problem in problems)
 
 
 def readable_episodes(metadata: Metadata, problems: Iterable[Problem]) -> list[Episode]:
-    """Those that a reader of all cameras gets."""
-    left_out = Findings(tuple(problems), frozenset()).left_out(metadata.cameras)
-    return [episode for episode in metadata.episodes if episode.index not in left_out]
+    """Return the episodes that a reader of all cameras gets."""
+    gone = left_out(problems, metadata.cameras)
+    return [episode for episode in metadata.episodes if episode.index not in gone]
 
 
 def readable_cameras(metadata: Metadata, problems: Iterable[Problem]) -> list[str]:
-    """Those that have files."""
+    """Return the cameras that have files."""
     ignored = {problem.where for problem in problems if problem.consequence == CAMERA_IGNORED}
     return [camera for camera in metadata.cameras if camera not in ignored]
 
 
-class _Work:
-    """What takes time; counts what is done of it."""
+def _unused_files(metadata: Metadata) -> Iterator[Problem]:
+    """Find files of undeclared cameras and of episodes that are not listed."""
+    known = {episode.data_path for episode in metadata.episodes}
+    known |= {span.path for episode in metadata.episodes for span in episode.videos.values()}
+    unknown = sorted(
+        path
+        for path in list_files(metadata.root) - known
+        if path.endswith((".mp4", ".parquet")) and not Path(path).name.startswith(".")
+    )
+    for folder, count in collections.Counter(str(Path(path).parent) for path in unknown).items():
+        what = f"{count} files that no listed episode and no declared camera refers to"
+        yield Problem("note", folder, what, "they are not read")
 
-    def __init__(
-        self,
-        metadata: Metadata,
-        findings: Findings,
-        tolerance_s: float,
-        progress: Progress | None,
-    ):
-        self._metadata = metadata
-        self._findings = findings
-        self._tolerance_s = tolerance_s
-        self._progress = progress
-        self._lock = threading.Lock()
+
+class _FullCheck:
+    """Looks at every value and every frame, and reports progress."""
+
+    def __init__(self, findings: Findings, tolerance_s: float, progress: Progress) -> None:
+        self._findings, self._metadata = findings, findings.metadata
+        self._tolerance_s, self._progress = tolerance_s, progress
+        self._images = ImageRows(self._metadata.root)
+        self._columns = findings.columns(self._readable([]))
+        self._filmed = [(e, c) for c in findings.cameras for e in self._readable([c])]
+        self._total = sum(episode.length for episode in self._columns.episodes)
+        self._total += sum(episode.length for episode, _ in self._filmed)
         self._done = 0
+        self._lock = threading.Lock()
         self._stopped = threading.Event()
-        unreadable = findings.left_out(())
-        self._episodes = [e for e in metadata.episodes if e.index not in unreadable]
-        self._images = [
-            name
-            for name, feature in metadata.features.items()
-            if feature.dtype == "image" and name in findings.columns
-        ]
-        per_row = 1 + len(self._images)
-        in_videos = sum(e.length for e, _ in self._filmed())
-        self._total = per_row * sum(e.length for e in self._episodes) + in_videos
 
-    def _filmed(self) -> Iterator[tuple[Episode, str]]:
-        """Episodes and cameras whose file is whole."""
-        for camera in self._metadata.cameras:
-            damaged = self._findings.left_out([camera])
-            for episode in self._metadata.episodes:
-                if camera in episode.videos and episode.index not in damaged:
-                    yield episode, camera
+    def _readable(self, cameras: list[str]) -> list[Episode]:
+        gone = self._findings.left_out(cameras)
+        return [episode for episode in self._metadata.episodes if episode.index not in gone]
 
     def _count(self, done: int) -> None:
         with self._lock:
             self._done += done
-            if self._progress is not None:
-                self._progress(self._done, self._total)
+            self._progress(self._done, self._total)
 
     def rows(self) -> Iterator[Problem]:
-        for problems, done in check_rows(self._metadata, self._episodes, self._findings.columns):
-            yield from problems
-            self._count(done)
+        first: Rows = {}
+        for episode in self._columns.episodes:
+            rows = self._findings.files[episode.data_path].rows[episode.index]
+            yield from _unlike_others(self._metadata, episode.index, rows, first)
+            yield from _check_rows(self._metadata, episode, rows)
+            self._count(episode.length)
 
-    def pictures(self) -> Iterator[Problem]:
-        images = ImageRows(self._metadata.root)
-        for camera in self._images:
-            for episode in self._episodes:
-                path = self._metadata.root / episode.data_path
-                try:
-                    rows = find_rows(self._metadata, path, [episode], episode.length)
-                except ValueError:
-                    continue  # told by `rows`
-                first = rows[episode.index].start
-                cells = (
-                    images.read(episode.data_path, camera, first + k) for k in range(episode.length)
-                )
-                yield from self._look_at(episode, camera, cells)
-
-    def videos(self) -> list[Problem]:
+    def frames(self) -> list[Problem]:
         by_file: dict[str, list[tuple[Episode, str]]] = collections.defaultdict(list)
-        for episode, camera in self._filmed():
-            by_file[episode.videos[camera].path].append((episode, camera))
-        with ThreadPoolExecutor(max_workers=num_usable_cpus()) as pool:
+        for episode, camera in self._filmed:
+            span = episode.videos.get(camera)
+            by_file[episode.data_path if span is None else span.path].append((episode, camera))
+        with ThreadPoolExecutor(num_usable_cpus()) as pool:
             try:
-                found = pool.map(lambda item: self._video(*item), by_file.items())
+                found = pool.map(lambda item: self._file(*item), by_file.items())
                 return [problem for problems in found for problem in problems]
-            except BaseException:  # Ctrl-C: a long video must not be waited for
+            except BaseException:  # Ctrl-C must not wait for a long video
                 self._stopped.set()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
-    def _video(self, path: str, inside: list[tuple[Episode, str]]) -> list[Problem]:
-        whole = self._metadata.root / path
-        try:
-            reader = VideoReader(whole)
-        except VideoError as error:
+    def _file(self, path: str, inside: list[tuple[Episode, str]]) -> list[Problem]:
+        if path not in self._findings.headers:
             return [
-                Problem("error", f"episode {e.index}, {camera}", str(error), STOPS, e.index, camera)
-                for e, camera in inside
+                p for e, camera in inside for p in self._look(e, camera, self._stored(e, camera))
             ]
-        problems = self._unlike_declared(reader, path, inside[0][1])
-        problems += self._surplus(whole, inside)
+        try:
+            reader = VideoReader(self._metadata.root / path)
+        except VideoError as error:
+            return [_stops(episode, camera, str(error)) for episode, camera in inside]
+        problems = [
+            *self._unlike_declared(reader, path, inside[0][1]),
+            *self._surplus(path, inside),
+        ]
         for episode, camera in inside:
-            start = episode.videos[camera].start
-            times = [start + k / self._metadata.fps for k in range(episode.length)]
-            frames = reader.brightness(times, self._tolerance_s)
-            problems += self._look_at(episode, camera, frames)
+            times = episode.videos[camera].start + np.arange(episode.length) / self._metadata.fps
+            frames = reader.brightness(times.tolist(), self._tolerance_s)
+            problems += self._look(episode, camera, frames)
         reader.close()
         return problems
 
-    def _look_at(
-        self, episode: Episode, camera: str, frames: Iterator[np.ndarray]
-    ) -> list[Problem]:
+    def _stored(self, episode: Episode, camera: str) -> Iterator[np.ndarray]:
+        first = self._columns.first_row(episode)
+        for step in range(episode.length):
+            yield self._images.read(episode.data_path, camera, first + step)
+
+    def _look(self, episode: Episode, camera: str, frames: Iterator[np.ndarray]) -> list[Problem]:
         """Read every frame of one camera in one episode."""
-        where, black, number = f"episode {episode.index}, {camera}", [], 0
+        black, number = [], 0
         try:
             for frame in frames:
                 if self._stopped.is_set():
@@ -187,58 +336,38 @@ class _Work:
                 number += 1
         except ValueError as error:
             self._count(episode.length - number)
-            what = f"frame {number}: {error}"
-            return [Problem("error", where, what, STOPS, episode.index, camera)]
+            return [_stops(episode, camera, f"frame {number}: {error}")]
         if not black:
             return []
+        where = f"episode {episode.index}, {camera}"
         what = f"{len(black)} of {episode.length} frames are black: {_ranges(black)}"
-        consequence = "they are read as they are"
-        return [Problem("warning", where, what, consequence, episode.index, camera)]
+        return [Problem("warning", where, what, "they are used as they are", episode.index, camera)]
 
-    def _unlike_declared(self, reader: VideoReader, path: str, camera: str) -> list[Problem]:
-        feature, problems = self._metadata.features[camera], []
+    def _unlike_declared(self, reader: VideoReader, path: str, camera: str) -> Iterator[Problem]:
+        feature = self._metadata.features[camera]
         codec = feature.video.get("video.codec")
         if codec is not None and codec != reader.codec:
             what = f"the codec is {reader.codec}, declared is {codec}"
-            problems.append(Problem("note", path, what, "read by what the file says"))
+            yield Problem("note", path, what, "the file's own codec is used")
         if len(feature.shape) == 3 and set(reader.size) - set(feature.shape):
             what = f"frames are {reader.size[0]}×{reader.size[1]}, declared is {feature.shape}"
-            problems.append(Problem("warning", path, what, "frames keep the size of the file"))
-        return problems
+            yield Problem("warning", path, what, "frames keep the size that they have in the file")
 
-    def _surplus(self, path: Path, inside: list[tuple[Episode, str]]) -> list[Problem]:
-        try:
-            header = read_header(path)
-        except CutFileError:
-            return []  # told by `look_over`
-        needed = max(
-            round(episode.videos[camera].start * self._metadata.fps) + episode.length
-            for episode, camera in inside
-        )
-        if header is None or header.num_frames <= needed:
-            return []
-        where = path.relative_to(self._metadata.root).as_posix()
-        what = f"{header.num_frames} frames, the episodes have {needed}"
-        return [Problem("note", where, what, "the frames at the end are not used")]
+    def _surplus(self, path: str, inside: list[tuple[Episode, str]]) -> Iterator[Problem]:
+        header, fps = self._findings.headers[path], self._metadata.fps
+        needed = max(round(e.videos[camera].start * fps) + e.length for e, camera in inside)
+        if isinstance(header, VideoHeader) and header.num_frames > needed:
+            what = f"{header.num_frames} frames, the episodes have {needed}"
+            yield Problem("note", path, what, "the frames at the end are not used")
 
 
-def _strangers(metadata: Metadata) -> Iterator[Problem]:
-    """Files that nothing refers to: an undeclared camera, an episode that was never listed."""
-    known = {episode.data_path for episode in metadata.episodes}
-    known |= {span.path for episode in metadata.episodes for span in episode.videos.values()}
-    unknown = sorted(
-        path
-        for path in FileListing.of(metadata.root).paths - known
-        if path.endswith((".mp4", ".parquet")) and not Path(path).name.startswith(".")
-    )
-    by_folder = collections.Counter(str(Path(path).parent) for path in unknown)
-    for folder, count in by_folder.items():
-        what = f"{count} files that no listed episode and no declared camera refers to"
-        yield Problem("note", folder, what, "they are not read")
+def _stops(episode: Episode, camera: str, what: str) -> Problem:
+    where = f"episode {episode.index}, {camera}"
+    return Problem("error", where, what, STOPS, episode.index, camera)
 
 
 def _ranges(numbers: list[int]) -> str:
-    """0–4, 7, 9–11; the first few."""
+    """Return the first few numbers as ranges: 0–4, 7, 9–11."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -247,3 +376,66 @@ def _ranges(numbers: list[int]) -> str:
             runs.append([number, number])
     shown = [str(a) if a == b else f"{a}–{b}" for a, b in runs[:5]]
     return ", ".join(shown) + (" …" if len(runs) > 5 else "")
+
+
+def _unlike_others(metadata: Metadata, episode: int, rows: Rows, first: Rows) -> Iterator[Problem]:
+    """Compare shapes and types with the declaration and with the first episode (in `first`)."""
+    for key, array in rows.items():
+        found = f"{key} is {array.dtype}{list(array.shape[1:])}"
+        before = first.setdefault(key, array)
+        if before is array:
+            declared = metadata.features.get(key)
+            # A plain value is declared with shape [1].
+            if declared and (array.shape[1:] or (1,)) != (declared.shape or (1,)):
+                what = f"{found}, declared is {list(declared.shape)}"
+                yield Problem("warning", key, what, "the shape in the files is used")
+        elif before.shape[1:] != array.shape[1:] or not np.can_cast(
+            array.dtype, before.dtype, "same_kind"
+        ):
+            what = f"{found}, in other files {before.dtype}{list(before.shape[1:])}"
+            yield Problem("error", f"episode {episode}", what, STOPS, episode)
+
+
+def _check_rows(metadata: Metadata, episode: Episode, rows: Rows) -> Iterator[Problem]:
+    def problem(severity: Severity, what: str, consequence: str) -> Problem:
+        return Problem(severity, f"episode {episode.index}", what, consequence, episode.index)
+
+    for key, array in rows.items():
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            bad = np.flatnonzero(~np.isfinite(array).reshape(len(array), -1).all(axis=1))
+            what = f"{key} is NaN or infinite in {len(bad)} rows, the first is {bad[0]}"
+            yield problem("error", what, STOPS)
+    steps = np.arange(episode.length)
+    for key, numbers in {"frame_index": steps, "index": steps + episode.start}.items():
+        if key in rows and not np.array_equal(rows[key].reshape(-1), numbers):
+            what = f"{key} does not count up from {numbers[0]}"
+            yield problem("note", what, "rows are used in the order of the file")
+    if "episode_index" in rows and (rows["episode_index"] != episode.index).any():
+        what = f"its rows say that they are of episode {rows['episode_index'].reshape(-1)[0]}"
+        yield problem("warning", what, "the list of episodes is used, the column stays as it is")
+    if "timestamp" in rows:
+        yield from _check_times(metadata, rows["timestamp"].reshape(-1), problem)
+    yield from _check_tasks(metadata, episode, rows.get("task_index"), problem)
+
+
+def _check_times(metadata: Metadata, times: np.ndarray, problem: ProblemOf) -> Iterator[Problem]:
+    seconds = times.astype(np.float64)
+    if abs(seconds[0]) > TIME_TOLERANCE_S:
+        what = f"its clock begins at {seconds[0]:.4g} s, not at 0"
+        yield problem("note", what, "frames are found by number")
+    errors = np.abs(seconds - seconds[0] - np.arange(len(seconds)) / metadata.fps)
+    worst = int(errors.argmax())
+    if errors[worst] > TIME_TOLERANCE_S:
+        what = f"recorded times differ from {metadata.fps:g} fps by up to {errors[worst]:.4g} s"
+        yield problem("warning", f"{what} (row {worst})", "frames are found by number")
+
+
+def _check_tasks(
+    metadata: Metadata, episode: Episode, column: np.ndarray | None, problem: ProblemOf
+) -> Iterator[Problem]:
+    unknown = set() if column is None else set(column.reshape(-1).tolist()) - set(metadata.tasks)
+    if unknown and metadata.tasks:
+        what = f"task_index {sorted(unknown)} is not in the list of tasks"
+        yield problem("warning", what, "the episode's first task is used")
+    if not episode.tasks and (column is None or unknown):
+        yield problem("warning", "no task is known", "its prompt is empty")

@@ -17,11 +17,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from piston.data.check import inspect_files
 from piston.data.episode_store import plain_fps
-from piston.data.episodes import Episode
 from piston.data.features import BOOKKEEPING, IMAGE_NAMES, Features
-from piston.data.intact import look_over
-from piston.data.metadata import Metadata
+from piston.data.format import Episode, Metadata
 from piston.data.recorder import choose_encoding
 from piston.data.store_v30 import StoreV30, new_info_v30
 from piston.data.v2_episodes import SourceEpisodes, carried_image_stats
@@ -69,7 +68,7 @@ def convert_to_v30(
     metadata = Metadata.read(source)
     if metadata.version == "v3.0":
         raise ValueError(f"{source} is v3.0 already: there is nothing to convert")
-    findings = look_over(metadata)
+    findings = inspect_files(metadata, metadata.episodes)
     broken = {i: problem.what for i, problem in findings.left_out(metadata.cameras).items()}
     if broken and not skip_broken:
         raise ValueError(
@@ -83,7 +82,7 @@ def convert_to_v30(
         raise ValueError(
             f"{source}: all episodes name their tasks, --task {task!r} would do nothing: do without"
         )
-    features, ignored = _target_features(metadata, kept, findings.columns)
+    features, ignored = _target_features(metadata, kept, findings.stored)
     sizes = {
         "chunks_size": chunks_size,
         "data_files_size_in_mb": data_files_size_in_mb,

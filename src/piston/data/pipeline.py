@@ -2,10 +2,8 @@
 
     item → prompt from the task → repack → robot → normalize → model transforms → sample
 
-Opens the data set that a configuration names, with the cameras that its repack transform uses and
-no others. Knows nothing of batches or of order.
-
-Dims: h horizon, a action dim, s state dim, l prompt length.
+Opens the data sets that a configuration names, with the cameras that its repack transform uses and
+no others. Batches and their order are left to `loader`.
 """
 
 from __future__ import annotations
@@ -14,16 +12,14 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from piston.config import DataConfig
 from piston.data.cache import CachedFrames
 from piston.data.dataset import LeRobotDataset, open_dataset
-from piston.data.episodes import EpisodeError
-from piston.data.location import locate
-from piston.data.metadata import DERIVED, Metadata
+from piston.data.format import DERIVED, EpisodeError, Metadata, locate
 from piston.data.subsets import (
     EpisodeChoice,
     Samples,
@@ -54,33 +50,29 @@ MODEL_KEYS = (
 PLACE_KEYS = ("set_index", "episode_index", "frame_index", "index")
 
 
-class Items(Protocol):
-    """What is needed of a data set: its items, and the table of its tasks."""
-
-    metadata: Any
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> dict[str, Any]: ...
-
-
 def open_training_data(
     config: DataConfig,
     model: ModelConfig,
     *,
+    source: LeRobotDataset | None = None,
     episodes: EpisodeChoice = None,
     cache_frames: bool = False,
 ) -> Samples:
-    """What a model sees of one data set. `cache_frames` builds the cache where needed."""
+    """Return what a model sees of some episodes of one data set.
+
+    `source` is the data set of `config` if it is open already. With `cache_frames`, frames that the
+    cache lacks are decoded now.
+    """
     if config.fake:
         return FakeDataset(model)
-    dataset = open_source(config, model, episodes=episodes)
+    if source is None:
+        dataset = open_source(config, model, episodes=episodes)
+    else:
+        dataset = source.select(episodes)
     plain = TrainingData(dataset, config)
     if not cache_frames:
         return plain
-    same = [episode.index for episode in dataset.episodes]
-    numbers = open_source(config, model, episodes=same, images=False)
-    frames = CachedFrames(dataset, numbers, model.image_size)
+    frames = CachedFrames(dataset, model.image_size)
     with advising(config):
         frames.build()
     cached = TrainingData(frames, config)
@@ -89,24 +81,24 @@ def open_training_data(
 
 
 def open_sources(config: DataConfig, model: ModelConfig) -> list[LeRobotDataset]:
-    """All data sets of a pipeline. They have to be of one robot, at one rate."""
+    """Open all data sets of a pipeline. Raise ValueError if their robots or rates differ."""
     sets = config.each_set()
     first, *others = sources = [open_source(one, model) for one in sets]
     for one, other in zip(sets[1:], others):
         if differences := _differences(first.metadata, other.metadata, keys_used(config)):
             raise ValueError(
                 f"{one.repo_id} was not recorded like {config.repo_id}: {'; '.join(differences)}. "
-                "Sets that are trained on together share the robot's transforms and one control "
-                "rate; convert the one that differs, or leave it out of --data.more-sets."
+                "Data sets that are used together need the same features and control rate; convert "
+                "the one that differs, or remove it from --data.more-sets."
             )
     return sources
 
 
 def _differences(first: Metadata, other: Metadata, used: Iterable[str] | None) -> list[str]:
-    """What keeps two sets from being read alike; what may only be named otherwise is logged."""
+    """Return why two data sets cannot be used together; differences in names are only logged."""
     found = []
     if other.fps != first.fps:
-        found.append(f"its rate is {other.fps:g} frames per second, expected is {first.fps:g}")
+        found.append(f"its rate is {other.fps:g} frames per second, expected {first.fps:g}")
     if other.robot_type != first.robot_type:
         logger.warning(
             "%s was recorded with %s, %s with %s: are they the same robot?",
@@ -119,10 +111,10 @@ def _differences(first: Metadata, other: Metadata, used: Iterable[str] | None) -
         if theirs is None:
             found.append(f"it has no {key!r}")
         elif not ours.is_camera and theirs.shape != ours.shape:
-            found.append(f"{key!r} has the shape {theirs.shape}, expected is {ours.shape}")
+            found.append(f"{key!r} has the shape {theirs.shape}, expected {ours.shape}")
         elif not ours.is_camera and ours.names and theirs.names and theirs.names != ours.names:
             logger.warning(
-                "%s calls the dimensions of %r %s, %s calls them %s: do they mean the same?",
+                "%s names the dimensions of %r %s, %s names them %s: do they mean the same?",
                 *(other.root, key, theirs.names, first.root, ours.names),
             )
     return found
@@ -131,44 +123,44 @@ def _differences(first: Metadata, other: Metadata, used: Iterable[str] | None) -
 def split_sources(
     sources: Sequence[LeRobotDataset], held_out: int, *, seed: int
 ) -> list[tuple[list[int], list[int]]]:
-    """Episodes of each source to train on and to validate on."""
+    """Return the episodes of each source to train on and to validate on."""
     named = [(source.metadata.root.resolve(), source.episodes) for source in sources]
     return split_sets(named, held_out, seed=seed)
 
 
 def open_source(
-    config: DataConfig, model: ModelConfig, *, episodes: EpisodeChoice = None, images: bool = True
+    config: DataConfig, model: ModelConfig, *, episodes: EpisodeChoice = None
 ) -> LeRobotDataset:
-    """The data set of a pipeline, its actions as chunks of the model's horizon."""
+    """Open the data set of a pipeline, with actions as chunks of the model's horizon."""
     if config.not_readable is not None:
         raise ValueError(config.not_readable)
     if config.repo_id is None:
         raise ValueError("No data set is named: give --data.repo-id, a folder or owner/name.")
-    root = locate(config.repo_id)
-    metadata = Metadata.read(root)
+    metadata = Metadata.read(locate(config.repo_id))
     try:
-        chosen = _chosen(metadata, config, episodes)
+        named = choose_episodes(metadata.episodes, config.episodes)
+        chosen = choose_episodes(named, episodes)
     except ValueError as error:
         error.add_note(f"in {config.repo_id}")
         raise
+    steps = config.steps_read(model.action_horizon)
+    features, used = metadata.features, keys_used(config)
     return open_dataset(
-        root,
-        sequences=dict.fromkeys(
-            config.action_sequence_keys, config.steps_read(model.action_horizon)
-        ),
-        episodes=chosen,
-        cameras=_cameras_used(metadata, config) if images else (),
+        metadata,
+        sequences=dict.fromkeys(config.action_sequence_keys, steps),
+        episodes=[episode.index for episode in chosen],
+        cameras=used and [key for key in used if key in features and features[key].is_camera],
     )
 
 
 def leave_out(config: DataConfig, episodes: Iterable[int | str]) -> str:
-    """The option that leaves these episodes out as well, for a message."""
+    """Return the option that also leaves out these episodes, for a message."""
     episodes = list(episodes)
     choice = without_episodes(config.episodes, episodes)
     if config.set_index:
         return f"'{config.repo_id}#{choice}' in --data.more-sets"
     option = f"--data.episodes '{choice}'"
-    if config.more_sets:  # it may be any of them
+    if config.more_sets:  # which of the sets is not known
         others = without_episodes(None, episodes)
         option += f", or of another set 'SET#{others}' in --data.more-sets"
     return option
@@ -176,7 +168,7 @@ def leave_out(config: DataConfig, episodes: Iterable[int | str]) -> str:
 
 @contextlib.contextmanager
 def advising(config: DataConfig) -> Iterator[None]:
-    """Adds to an error inside an episode which set it is, and how to do without the episode."""
+    """Add to an EpisodeError which data set it is about, and how to leave out the episode."""
     try:
         yield
     except EpisodeError as error:
@@ -185,23 +177,8 @@ def advising(config: DataConfig) -> Iterator[None]:
         raise
 
 
-def _chosen(metadata: Metadata, config: DataConfig, episodes: EpisodeChoice) -> EpisodeChoice:
-    """Of the episodes that the configuration names, those asked for."""
-    if config.episodes is None:
-        return episodes
-    named = choose_episodes(metadata.episodes, config.episodes)
-    return [episode.index for episode in choose_episodes(named, episodes)]
-
-
-def _cameras_used(metadata: Metadata, config: DataConfig) -> list[str] | None:
-    features, used = metadata.features, keys_used(config)
-    if used is None:
-        return None
-    return [key for key in used if key in features and features[key].is_camera]
-
-
 def keys_used(config: DataConfig) -> list[str] | None:
-    """The data set's keys that the repack transform names; None where it is not known."""
+    """Return the data set's keys that the repack transform names; None if they are not known."""
     first = next(iter(config.repack_transforms.inputs), None)
     if not isinstance(first, RepackTransform):
         return None
@@ -211,11 +188,11 @@ def keys_used(config: DataConfig) -> list[str] | None:
 class TrainingData:
     """`data[i]` is frame i as the model sees it: NumPy arrays, images uint8.
 
-    `action_is_pad` (h,) marks steps beyond the end of the episode. An error names the data set, the
-    episode and the frame.
+    `action_is_pad` (horizon,) marks steps beyond the end of the episode. Errors name the data set,
+    the episode and the frame.
     """
 
-    def __init__(self, dataset: Items, config: DataConfig) -> None:
+    def __init__(self, dataset: LeRobotDataset | CachedFrames, config: DataConfig) -> None:
         self._dataset = dataset
         self._config, self._name = config, str(config.repo_id)
         tasks: tuple[Transform, ...] = ()
@@ -242,15 +219,14 @@ class TrainingData:
             raise
 
     def preload(self) -> None:
-        """Read what all workers share, before they are forked."""
+        """Read all columns now, so that worker processes that are forked later share them."""
         with advising(self._config):
-            for key in getattr(self._dataset, "keys", ()):
-                self._dataset.column(key)  # type: ignore[attr-defined]
+            self._dataset.preload()
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptFromItem:
-    """A data set says the task of an item also where its table of tasks does not know it."""
+    """Take the prompt from the item's task; an item without one needs the table of tasks."""
 
     otherwise: PromptFromLeRobotTask
 
@@ -259,12 +235,12 @@ class PromptFromItem:
 
 
 def _checked(sample: Data, padding: np.ndarray) -> dict[str, Any]:
-    """Only what models take; floating-point numbers as float32; the padding mask always there."""
+    """Keep what models take: numbers as float32, and always the padding mask."""
     if PADDING_KEY not in sample and np.shape(sample["actions"])[-2] != len(padding):
         raise ValueError(
             f"The robot's transforms changed the chunk from {len(padding)} steps to "
             f"{np.shape(sample['actions'])[-2]} and dropped {PADDING_KEY!r}: return it with the "
-            "actions, thinned out like them."
+            "actions, with the same steps."
         )
     sample = {PADDING_KEY: padding, **sample}
     kept = {key: sample[key] for key in MODEL_KEYS if key in sample}
@@ -274,15 +250,15 @@ def _checked(sample: Data, padding: np.ndarray) -> dict[str, Any]:
 
 
 def check_cache(plain: TrainingData, cached: TrainingData) -> None:
-    """Cached frames are resized before the robot's transforms: those must not mind."""
+    """Raise ValueError if it matters that cached frames are resized before other transforms."""
     for index in sorted({0, len(plain) // 2, len(plain) - 1}):
         expected, found = plain[index]["image"], cached[index]["image"]
         for name, image in expected.items():
             if not np.array_equal(found[name], image):
                 raise ValueError(
                     f"With cached frames, camera {name!r} of frame {index} looks different: the "
-                    "robot's transforms change images (crop, turn) before they are resized. Train "
-                    "without the cache, or do that when recording."
+                    "robot's transforms crop or rotate images before they are resized. Train "
+                    "without the cache, or crop and rotate when recording."
                 )
 
 
@@ -316,7 +292,7 @@ class FakeDataset:
         }
 
     def _prompt(self, random: np.random.Generator) -> Mapping[str, np.ndarray]:
-        """Random tokens up to a random length; for π0-FAST the second half of them is written."""
+        """Return random tokens up to a random length; a model may have to write the second half."""
         longest = self.model.prompt_length
         length = int(random.integers(longest // 2, longest + 1))
         mask = np.arange(longest) < length

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from jaxtyping import Int64
 
-from piston.data.episodes import Episode
+from piston.data.format import Episode
 
 EpisodeChoice = str | Iterable[int] | Callable[[Episode], bool] | None
 

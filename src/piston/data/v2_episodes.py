@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from piston.data.columns import read_table, to_array
+from piston.data.columns import decode_image, to_array
 from piston.data.episode_stats import (
     STAT_NAMES,
     EpisodeStats,
@@ -25,10 +25,8 @@ from piston.data.episode_stats import (
     sampled_frames,
 )
 from piston.data.episode_store import RECORDING, FinishedEpisode
-from piston.data.episodes import Episode
 from piston.data.features import BOOKKEEPING, Features, cameras, image_columns
-from piston.data.images import decode
-from piston.data.metadata import Metadata
+from piston.data.format import Episode, Metadata
 from piston.data.video import TOLERANCE_S, VideoReader
 from piston.data.video_encoding import VideoEncoding, VideoThread
 from piston.data.video_remux import JOINABLE_CODECS, summarise_video
@@ -57,8 +55,12 @@ class SourceEpisodes:
 
     def read(self, episode: Episode) -> FinishedEpisode:
         path = self._metadata.root / episode.data_path
-        stored = set(pq.read_schema(path).names)
-        table = read_table(path, [key for key in self._features if key in stored])
+        try:
+            with pq.ParquetFile(path) as file:
+                stored = set(file.schema_arrow.names)
+                table = file.read(columns=[key for key in self._features if key in stored])
+        except (pa.ArrowException, OSError) as error:
+            raise ValueError(f"{path} cannot be read: {error}") from None
         columns = self._columns(table, path)
         videos = {camera: self._video(episode, camera) for camera in cameras(self._features)}
         return FinishedEpisode(
@@ -142,7 +144,7 @@ class SourceEpisodes:
                 images = (reader.frames_at([i / self._metadata.fps])[0] for i in sample)
                 stats[camera] = image_stats([frame_histogram(image) for image in images])
         for key in image_columns(self._features):
-            images = (decode(columns[key][i], self._metadata.root) for i in sample)
+            images = (decode_image(columns[key][i], self._metadata.root) for i in sample)
             stats[key] = image_stats([frame_histogram(image) for image in images])
         return stats
 

@@ -20,8 +20,8 @@ import torch
 from piston import weights
 from piston.config import DataConfig, TrainConfig
 from piston.data.batches import Batch
-from piston.data.episodes import EpisodeError
 from piston.data.finite import require_finite
+from piston.data.format import EpisodeError
 from piston.data.loader import Loader
 from piston.data.order import Order
 from piston.data.pipeline import leave_out, open_sources, open_training_data, split_sources
@@ -182,7 +182,11 @@ def _open_data(
     training, held_out = [], []
     for one, source, (kept, chosen) in zip(sets, sources, parts):
         read = functools.partial(
-            open_training_data, one, config.model, cache_frames=config.cache_frames
+            open_training_data,
+            one,
+            config.model,
+            source=source,
+            cache_frames=config.cache_frames,
         )
         samples = read(episodes=kept)
         if config.start_frames:

@@ -1,0 +1,467 @@
+"""The LeRobot folder format, v2.0 to v3.0: where a data set is, and what its `meta/` declares.
+
+    v2.x  one data file per episode and one video per episode and camera;
+          meta/episodes.jsonl and meta/tasks.jsonl list the episodes and the tasks
+    v3.0  files are shared by several episodes;
+          meta/episodes/*/*.parquet says where each episode begins, meta/tasks.parquet has the tasks
+
+`Metadata.read` reads `meta/` and lists the other files without opening them. It records a `Problem`
+for everything that is untidy and raises an error only if there is nothing left to read. The content
+of the data files and videos is left to `tables` and `video`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from piston.assets import resolve
+from piston.files import read_json, read_json_lines
+
+Severity = Literal["error", "warning", "note"]
+Row = dict[str, Any]  # of the table of episodes or of tasks
+
+_PATHS_V2 = {
+    "data_path": "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet",
+    "video_path": "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4",
+}
+_PATHS_V3 = {
+    "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
+    "video_path": "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4",
+}
+# The templates of versions that can be read, where info.json has none.
+PATHS = {"v2.0": _PATHS_V2, "v2.1": _PATHS_V2, "v3.0": _PATHS_V3}
+# Readers can compute these columns from the list of episodes.
+DERIVED = ("timestamp", "frame_index", "episode_index", "index", "task_index")
+CAMERA_IGNORED = "the camera is ignored"
+_REPO_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Something that is wrong with a data set, and its consequence.
+
+    An `error` keeps training from using the data set. `leaves_out` means that readers leave out
+    `episode`; if a `camera` is named, only readers of that camera do.
+    """
+
+    severity: Severity
+    where: str
+    what: str
+    consequence: str
+    episode: int | None = None
+    camera: str | None = None
+    leaves_out: bool = False
+
+
+def episode_problem(episode: int, what: str, camera: str | None = None) -> Problem:
+    """Return the problem of an episode that readers leave out."""
+    where = f"episode {episode}" + (f", {camera}" if camera else "")
+    consequence = "the episode is left out" + (", unless read without the camera" if camera else "")
+    return Problem("warning", where, what, consequence, episode, camera, leaves_out=True)
+
+
+class EpisodeError(ValueError):
+    """An episode cannot be used. Callers that know the configuration add how to leave it out."""
+
+    def __init__(self, message: str, episode: int = -1) -> None:
+        super().__init__(message)
+        self.episode = episode
+
+
+@dataclasses.dataclass(frozen=True)
+class VideoSpan:
+    """The part of a video file that holds an episode's frames, in seconds; `stop` is exclusive."""
+
+    path: str  # relative to the root
+    start: float
+    stop: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Episode:
+    """`start` is its first row in the numbering of the whole set; `videos` has existing files."""
+
+    index: int
+    start: int
+    length: int
+    tasks: tuple[str, ...]
+    data_path: str
+    videos: Mapping[str, VideoSpan]
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature:
+    """A declared feature; `dtype` is "video", "image", "string" or the name of a NumPy type."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    names: Any = None
+    video: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # codec, fps as declared
+
+    @property
+    def is_camera(self) -> bool:
+        return self.dtype in ("video", "image")
+
+
+def dimension_names(features: Iterable[Feature], dim: int, otherwise: str) -> list[str]:
+    """Return the declared names of the features' dimensions, if there are `dim` of them.
+
+    Else they are numbered: `otherwise[0]`, `otherwise[1]` …
+    """
+    names = [name for feature in features for name in _flat(feature.names)]
+    return names if len(names) == dim else [f"{otherwise}[{i}]" for i in range(dim)]
+
+
+def _flat(names: Any) -> list[str]:
+    """Names are a list, or lists by group, or missing."""
+    if isinstance(names, str):
+        return [names]
+    parts = names.values() if isinstance(names, Mapping) else names or ()
+    return [name for part in parts for name in _flat(part)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Metadata:
+    """The content of `meta/`; `info` is meta/info.json unchanged."""
+
+    root: Path
+    version: str
+    fps: float
+    robot_type: str | None
+    features: Mapping[str, Feature]
+    episodes: tuple[Episode, ...]
+    tasks: Mapping[int, str]
+    problems: tuple[Problem, ...] = ()
+    info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def read(cls, root: str | os.PathLike[str], *, files: bool = True) -> Metadata:
+        """Read a data set's metadata. With `files=False` only `meta/` has to exist."""
+        root = Path(root)
+        info = _read_info(root)
+        problems: list[Problem] = []
+        version = _version(root, info, problems)
+        features = _features(info)
+        listed = list_files(root) if files else None
+        tables = _TableReader(root, version, info, _fps(info), listed)
+        episodes = tables.episodes()
+        metadata = cls(
+            root=root,
+            version=version,
+            fps=_fps(info),
+            robot_type=info.get("robot_type"),
+            features=features,
+            episodes=tuple(sorted(episodes, key=lambda episode: episode.index)),
+            tasks=tables.tasks(),
+            info=info,
+        )
+        problems += [*tables.problems, *_wrong_totals(metadata)]
+        if not episodes:
+            found = "".join(f"\n  {problem.where}: {problem.what}" for problem in problems[:5])
+            raise ValueError(f"{root / 'meta'} describes no episode that can be read.{found}")
+        if listed is not None:
+            problems += _missing_files(metadata, listed, problems)
+        return dataclasses.replace(metadata, problems=tuple(problems))
+
+    @property
+    def cameras(self) -> tuple[str, ...]:
+        """Image features, and video features that have at least one file."""
+        filmed = {camera for episode in self.episodes for camera in episode.videos}
+        return tuple(
+            name
+            for name, feature in self.features.items()
+            if feature.dtype == "image" or (feature.dtype == "video" and name in filmed)
+        )
+
+    @property
+    def total_frames(self) -> int:
+        return sum(episode.length for episode in self.episodes)
+
+
+def locate(path_or_repo_id: str | os.PathLike[str], *, only_meta: bool = False) -> Path:
+    """Return the folder of a data set; download it (or only its `meta/`) if it is not local."""
+    name = os.fspath(path_or_repo_id)
+    if "://" in name:
+        return _download(name, only_meta)
+    tried = [Path(name).expanduser(), lerobot_home() / name]
+    for folder in tried:
+        if folder.is_dir():
+            return folder
+    if _REPO_ID.fullmatch(name):
+        try:
+            return _download(f"hf://datasets/{name}", only_meta)
+        except Exception as error:
+            error.add_note(f"{name} is not a local data set either: {' or '.join(map(str, tried))}")
+            raise
+    raise FileNotFoundError(
+        f"There is no data set {name}: neither {' nor '.join(map(str, tried))} exists. Give a "
+        "folder with meta/info.json, a name owner/name on the Hugging Face hub, or hf://…"
+    )
+
+
+def lerobot_home() -> Path:
+    """Return the folder where LeRobot's own tools keep data sets."""
+    if home := os.environ.get("HF_LEROBOT_HOME"):
+        return Path(home).expanduser()
+    hub = os.environ.get("HF_HOME") or "~/.cache/huggingface"
+    return Path(hub).expanduser() / "lerobot"
+
+
+def _download(location: str, only_meta: bool) -> Path:
+    location = location.rstrip("/")
+    return resolve(f"{location}/meta").parent if only_meta else resolve(location)
+
+
+def list_files(root: Path) -> frozenset[str]:
+    """Return the paths of all data and video files, relative to the root."""
+    return frozenset(
+        f"{Path(folder).relative_to(root).as_posix()}/{name}"
+        for top in ("data", "videos", "video")
+        for folder, _, names in os.walk(root / top, followlinks=True)
+        for name in names
+    )
+
+
+class _TableReader:
+    """Reads the tables of episodes and tasks. Without `files`, every declared video exists."""
+
+    def __init__(
+        self, root: Path, version: str, info: Row, fps: float, files: frozenset[str] | None
+    ) -> None:
+        self._root, self._version, self._info = root, version, info
+        self._fps, self._files = fps, files
+        features = info["features"].items()
+        self._cameras = [name for name, feature in features if feature["dtype"] == "video"]
+        self.problems: list[Problem] = []
+
+    def episodes(self) -> list[Episode]:
+        found: dict[int, Episode] = {}
+        start = 0
+        for where, row in self._rows("episodes", "the episodes that it lists are left out"):
+            episode = self._episode(row, start)
+            if episode is None:
+                self._warn(where, f"not a usable episode: {str(row)[:80]}", "it is left out")
+            elif episode.index in found:
+                self._warn(where, f"episode {episode.index} again", "the first one counts")
+            else:
+                found[episode.index] = episode
+                start = episode.start + episode.length
+        return list(found.values())
+
+    def tasks(self) -> dict[int, str]:
+        # Numbering the episodes' texts would be a guess at the meaning of the rows' task_index.
+        without = "each episode's first task is used for all its rows"
+        tasks = {}
+        for where, row in self._rows("tasks", without):
+            # pandas stores the texts as an index without a name.
+            index, text = row.get("task_index"), row.get("task", row.get("__index_level_0__"))
+            if isinstance(index, int) and isinstance(text, str):
+                tasks[index] = text
+            else:
+                self._warn(where, f"not a usable task: {row}", "it is left out")
+        return tasks
+
+    def _rows(self, table: str, without: str) -> Iterator[tuple[str, Row]]:
+        """Yield the place and the content of each row; `without` is the consequence of none."""
+        meta = self._root / "meta"
+        if self._version == "v3.0":
+            paths = [*meta.glob(f"{table}.parquet"), *sorted(meta.glob(f"{table}/*/*.parquet"))]
+        else:
+            paths = list(meta.glob(f"{table}.jsonl"))
+        if not paths:
+            expected = {"v3.0": "parquet"}.get(self._version, "jsonl")
+            self._warn(f"meta/{table}.{expected}", "is missing", without)
+        for path in paths:
+            try:
+                rows = _read_parquet(path) if path.suffix == ".parquet" else read_json_lines(path)
+                for number, row in rows:
+                    if row is None:
+                        where = f"{path.name}:{number}"
+                        self._warn(where, "not a JSON object", "the line is left out")
+                    else:
+                        yield f"{path.name}:{number}", row
+            except (pa.ArrowException, OSError) as error:
+                where = path.relative_to(self._root).as_posix()
+                self._warn(where, f"cannot be read: {error}", without)
+
+    def _episode(self, row: Row, start: int) -> Episode | None:
+        index, length = row.get("episode_index"), row.get("length")
+        if not isinstance(index, int) or not isinstance(length, int) or length < 1:
+            return None
+        fields = self._fields(row, "data/")
+        if None in fields.values():
+            return None
+        if isinstance(row.get("dataset_from_index"), int):
+            start = row["dataset_from_index"]
+        spans = {camera: self._video(row, camera) for camera in self._cameras}
+        videos = {camera: span for camera, span in spans.items() if span is not None}
+        tasks = row.get("tasks") or ()
+        texts = (tasks,) if isinstance(tasks, str) else tuple(map(str, tasks))
+        return Episode(index, start, length, texts, self._path("data_path", fields), videos)
+
+    def _fields(self, row: Row, prefix: str) -> Row:
+        """Return what the template of a path is filled in with; None for what the row lacks."""
+        if self._version == "v3.0":
+            names = ("chunk_index", "file_index")
+            values = {name: row.get(f"{prefix}{name}") for name in names}
+            return {name: None if v is None else int(v) for name, v in values.items()}
+        chunk = row["episode_index"] // int(self._info.get("chunks_size") or 1000)
+        return {"episode_chunk": chunk, "episode_index": row["episode_index"]}
+
+    def _video(self, row: Row, camera: str) -> VideoSpan | None:
+        prefix = f"videos/{camera}/"
+        fields = self._fields(row, prefix)
+        if self._version == "v3.0":
+            start, stop = row.get(f"{prefix}from_timestamp"), row.get(f"{prefix}to_timestamp")
+        else:
+            start, stop = 0.0, row["length"] / self._fps
+        if start is None or stop is None or None in fields.values():
+            return None
+        path = self._find(self._path("video_path", {**fields, "video_key": camera}))
+        if path is None:
+            return None
+        frames = (stop - start) * self._fps
+        if frames <= row["length"] - 0.5:  # it would show frames of the next episode
+            what = f"{row['length']} rows, but its video spans {frames:.1f} frames"
+            self.problems.append(episode_problem(row["episode_index"], what, camera))
+            return None
+        return VideoSpan(path, float(start), float(stop))
+
+    def _path(self, field: str, fields: Row) -> str:
+        template = self._info.get(field) or PATHS[self._version][field]
+        try:
+            return str(template.format(**fields))
+        except (KeyError, ValueError, IndexError, AttributeError) as error:
+            raise ValueError(
+                f"meta/info.json: {field} is {template!r}, which cannot be filled in ({error!r}); "
+                f"expected something like {PATHS[self._version][field]!r}."
+            ) from None
+
+    def _find(self, path: str) -> str | None:
+        """Return the path as declared, or with `video` in place of `videos` and vice versa."""
+        top, _, rest = path.partition("/")
+        other = {"videos": "video", "video": "videos"}.get(top, top)
+        choices = (path, f"{other}/{rest}")
+        return next((p for p in choices if self._files is None or p in self._files), None)
+
+    def _warn(self, where: str, what: str, consequence: str) -> None:
+        self.problems.append(Problem("warning", where, what, consequence))
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[int, Row]]:
+    with pq.ParquetFile(path) as file:
+        # Statistics are most of the table of episodes, and are not needed to read the data.
+        names = [name for name in file.schema_arrow.names if not name.startswith("stats/")]
+        return enumerate(file.read(columns=names).to_pylist())
+
+
+def _read_info(root: Path) -> Row:
+    path = root / "meta" / "info.json"
+    if not path.is_file():
+        below = sorted(p.parent.parent for p in root.glob("**/meta/info.json"))[:5]
+        hint = f" It contains data sets: {', '.join(map(str, below))}." if below else ""
+        raise FileNotFoundError(
+            f"{root} is not a LeRobot data set: {path} is missing. Give the folder that contains "
+            f"meta/ and data/.{hint}"
+        )
+    info = read_json(path)
+    if not isinstance(info, dict) or not isinstance(info.get("features"), dict):
+        raise ValueError(f"{path} declares no features; a LeRobot data set declares them there.")
+    return info
+
+
+def _version(root: Path, info: Row, problems: list[Problem]) -> str:
+    declared = info.get("codebase_version")
+    if declared is None:
+        guess = "v3.0" if (root / "meta" / "episodes").is_dir() else "v2.1"
+        what = "codebase_version is missing"
+        problems.append(Problem("note", "info.json", what, f"read as {guess}"))
+        return guess
+    version = "v" + str(declared).removeprefix("v")
+    if version not in PATHS:
+        raise ValueError(
+            f"{root} is a data set of version {declared!r}; only {', '.join(PATHS)} can be "
+            "read. Convert older ones with LeRobot's own scripts."
+        )
+    return version
+
+
+def _fps(info: Row) -> float:
+    fps = info.get("fps")
+    if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps < float("inf"):
+        raise ValueError(f"meta/info.json: fps is {fps!r}; expected frames per second, e.g. 30.")
+    return fps
+
+
+def _features(info: Row) -> dict[str, Feature]:
+    features = {}
+    for name, declared in info["features"].items():
+        if not isinstance(declared, dict) or "dtype" not in declared:
+            raise ValueError(f"meta/info.json: feature {name!r} has no dtype: {declared!r}")
+        shape = declared.get("shape") or ()
+        if not isinstance(shape, list | tuple) or not all(
+            isinstance(size, int | float) and int(size) == size for size in shape
+        ):
+            raise ValueError(
+                f"meta/info.json: feature {name!r} has the shape {shape!r}; expected a list of "
+                "integers."
+            )
+        video = declared.get("info") or declared.get("video_info") or {}
+        features[name] = Feature(
+            name=name,
+            dtype=str(declared["dtype"]),
+            shape=tuple(int(size) for size in shape),
+            names=declared.get("names"),
+            video=video if isinstance(video, dict) else {},
+        )
+    return features
+
+
+def _wrong_totals(metadata: Metadata) -> list[Problem]:
+    actual = {
+        "total_episodes": len(metadata.episodes),
+        "total_frames": metadata.total_frames,
+        "total_tasks": len(metadata.tasks),
+    }
+    if not metadata.tasks:
+        del actual["total_tasks"]  # that their file is missing is a problem of its own
+    return [
+        Problem(
+            "note",
+            "info.json",
+            f"{key} is {metadata.info[key]}, the list of episodes gives {value}",
+            "the list is used",
+        )
+        for key, value in actual.items()
+        if key in metadata.info and metadata.info[key] != value
+    ]
+
+
+def _missing_files(
+    metadata: Metadata, files: frozenset[str], known: list[Problem]
+) -> Iterator[Problem]:
+    reported = {(problem.episode, problem.camera) for problem in known}
+    declared = [name for name, feature in metadata.features.items() if feature.dtype == "video"]
+    cameras = [camera for camera in declared if camera in metadata.cameras]
+    for camera in declared:
+        if camera not in cameras:
+            yield Problem("warning", camera, "declared as video, has no files", CAMERA_IGNORED)
+    for episode in metadata.episodes:
+        if episode.data_path not in files:
+            yield episode_problem(episode.index, f"{episode.data_path} is missing")
+        for camera in cameras:
+            if camera not in episode.videos and (episode.index, camera) not in reported:
+                yield episode_problem(episode.index, "its video is missing", camera)
+    paths = (span.path for episode in metadata.episodes for span in episode.videos.values())
+    renamed = any(path.startswith("video/") for path in paths)
+    if renamed and not str(metadata.info.get("video_path")).startswith("video/"):
+        yield Problem("note", "video/", "the folder is not named `videos`", "it is read anyway")
