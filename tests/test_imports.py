@@ -13,7 +13,7 @@ SOURCE = Path(piston.__file__).parent
 ROWS = (
     ("client",),
     ("logs", "progress", "files", "suggestions", "signals"),
-    ("observation", "assets", "optimization", "serialization"),
+    ("observation", "assets", "serialization"),
     ("transforms", "tokenizers", "models"),
     ("config",),
     ("robots", "weights", "data"),

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from piston.optimization import CosineDecaySchedule, RsqrtDecaySchedule
+from piston.config import CosineDecaySchedule, RsqrtDecaySchedule
 
 
 def test_warmup_starts_at_a_fraction_of_the_peak_and_reaches_it():

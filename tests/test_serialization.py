@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,17 @@ import pytest
 import tyro
 
 from piston import presets
-from piston.serialization import from_json, to_json
+from piston.serialization import from_json, register, to_json
 
 
+@register("test_inner")
 @dataclasses.dataclass(frozen=True)
 class Inner:
     numbers: tuple[int, ...] = (1, 2)
     names: list[str] | None = None
 
 
+@register("test_outer")
 @dataclasses.dataclass(frozen=True)
 class Outer:
     inner: Inner = Inner()
@@ -28,6 +31,7 @@ class Outer:
     required: int = 0
 
 
+@register("test_mixed")
 @dataclasses.dataclass(frozen=True)
 class Mixed:
     pair: tuple[int, Path]
@@ -84,11 +88,75 @@ def test_a_field_added_since_takes_its_default():
 
 
 @pytest.mark.parametrize(
-    "name", ["no_such_module:Thing", "json:dumps", "json:Nothing", "builtins:dict"]
+    "name",
+    ["no_such_module:Thing", "json:dumps", "piston.config:DataConfig", "pi_0", ["pi0"], None],
 )
-def test_a_type_that_is_no_configuration_is_refused(name):
-    with pytest.raises(ValueError, match="cannot be imported|not a configuration dataclass"):
+def test_an_unregistered_type_is_refused(name):
+    with pytest.raises(ValueError, match="is of type .* not registered.* pi0, .*PISTON_PRESETS"):
         from_json({"type": name})
+
+
+def test_reading_imports_nothing(tmp_path, monkeypatch):
+    (tmp_path / "hostile.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="'hostile:Thing', which is not registered"):
+        from_json({"type": "hostile:Thing"})
+    assert "hostile" not in sys.modules
+
+
+def test_a_class_of_a_user_is_found_by_the_name_of_version_0_1_0():
+    assert from_json({"type": f"{__name__}:Inner"}) == Inner()
+
+
+def test_a_name_belongs_to_one_class():
+    with pytest.raises(ValueError, match="'pi0' is the registered name of piston.models.configs:"):
+        register("pi0")(dataclasses.make_dataclass("Other", []))
+    with pytest.raises(TypeError, match="put @register above @dataclass"):
+        register("other")(type("Other", (), {}))
+
+
+def test_a_class_without_a_name_is_not_written():
+    with pytest.raises(TypeError, match=r'config\.anything\.x is a Other.*@register\("a_name"\)'):
+        to_json(Outer(anything={"x": dataclasses.make_dataclass("Other", [])()}))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("required", "7", r"config\.required is '7'; expected int"),
+        ("required", True, "required is True; expected int"),
+        ("required", None, "required is None; expected int"),
+        ("required", {"a": 1}, "required is a dict; expected int"),
+        ("inner", 3, "inner is 3; expected Inner"),
+        ("inner", {"numbers": []}, "inner is a dict; expected Inner"),
+        ("inner", {"type": "test_mixed", "pair": [1, "x"]}, "inner is a dict; expected Inner"),
+        (
+            "inner",
+            {"type": "test_inner", "numbers": [1, "b"]},
+            r"inner\.numbers\[1\] is 'b'; ",
+        ),
+        ("pairs", [["a", 1.5, 2]], r"pairs\[0\] is a list; expected tuple\[str, float\]"),
+        ("pairs", "ab", "pairs is 'ab'; expected tuple"),
+        ("folder", 3, "folder is 3; expected "),
+        ("anything", [1], "anything is a list; expected "),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_named(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        from_json(to_json(Outer()) | {field: value})
+
+
+@pytest.mark.parametrize("data", [[], "train", None, {}, {"name": "x"}])
+def test_what_is_no_train_config_is_refused(data):
+    with pytest.raises(ValueError, match=r"config\.json: train is .*; expected TrainConfig"):
+        presets.train_config_from_json(data, "config.json: train")
+
+
+def test_a_setting_out_of_range_names_its_place():
+    data = to_json(dataclasses.replace(presets.get("debug"), exp_name="x"))
+    data["model"]["action_dim"] = 0
+    with pytest.raises(ValueError, match=r"a/config\.json\.model is not a valid .*action_dim"):
+        presets.train_config_from_json(data, "a/config.json")
 
 
 def test_types_inside_containers_are_kept_or_refused():
@@ -102,5 +170,5 @@ def test_types_inside_containers_are_kept_or_refused():
 
 
 def test_a_missing_required_field_is_named():
-    with pytest.raises(ValueError, match="not a whole Mixed.*pair"):
+    with pytest.raises(ValueError, match="not a valid Mixed.*pair"):
         from_json({"type": f"{__name__}:Mixed"})

@@ -86,6 +86,14 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path} is not a JSON file: {error}") from error
 
 
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Read a JSON file that holds an object; a ValueError names the file."""
+    data = read_json(path)
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} holds a {type(data).__name__}; expected a JSON object.")
+    return data
+
+
 def json_line(row: Mapping[str, Any]) -> str:
     return json.dumps(row, ensure_ascii=False) + "\n"
 

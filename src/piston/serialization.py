@@ -1,28 +1,79 @@
-"""Configuration as JSON and back: what was written is read back as an equal object.
+"""Configurations as JSON and back: what is written is read back as an equal object.
 
-Every dataclass carries its type (`"type": "piston.models.configs:Pi0Config"`), so that a checkpoint
-made with a user's own robot finds that robot's classes again. Knows nothing of particular configs.
+A dataclass carries the name under which its class is registered (`"type": "pi0"`). Reading looks
+the name up and never imports anything: a class is known once its module has been imported.
 """
 
 from __future__ import annotations
 
 import collections.abc
 import dataclasses
-import importlib
 import types
 import typing
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tyro
 
+from piston.suggestions import did_you_mean
+
 _TYPE = "type"
+_MISFIT = object()
+_classes: dict[str, type] = {}
+_names: dict[type, str] = {}
+
+# What version 0.1.0 wrote instead of the registered names: module and class.
+_NAMES_OF_0_1_0 = {
+    "piston.config:AssetsConfig": "assets",
+    "piston.config:TrainConfig": "train",
+    "piston.models.configs:Pi0Config": "pi0",
+    "piston.models.configs:Pi0FASTConfig": "pi0_fast",
+    "piston.models.variants:GemmaSize": "gemma_size",
+    "piston.models.variants:LoRA": "lora",
+    "piston.models.variants:VisionSize": "vision_size",
+    "piston.optimization:AdamW": "adamw",
+    "piston.optimization:CosineDecaySchedule": "cosine_decay",
+    "piston.optimization:RsqrtDecaySchedule": "rsqrt_decay",
+    "piston.robots.aloha:LeRobotAlohaDataConfig": "aloha",
+    "piston.robots.droid:DroidDataConfig": "droid",
+    "piston.robots.droid:LeRobotDROIDDataConfig": "lerobot_droid",
+    "piston.robots.droid:RLDSDataset": "rlds_dataset",
+    "piston.robots.droid:RLDSDroidDataConfig": "rlds_droid",
+    "piston.robots.fake:FakeDataConfig": "fake",
+    "piston.robots.libero:LeRobotLiberoDataConfig": "libero",
+    "piston.robots.metaworld:LeRobotMetaworldDataConfig": "metaworld",
+    "piston.robots.ur5:LeRobotUR5DataConfig": "ur5",
+    "piston.transforms.base:Group": "group",
+    "piston.transforms.keys:RepackTransform": "repack",
+}
+
+Class = TypeVar("Class", bound=type)
+
+
+def register(name: str) -> Callable[[Class], Class]:
+    """Name a configuration dataclass in JSON files; a decorator above `@dataclass`."""
+
+    def decorate(cls: Class) -> Class:
+        if not dataclasses.is_dataclass(cls):
+            raise TypeError(f"{cls.__name__} is not a dataclass: put @register above @dataclass.")
+        other = _classes.get(name, cls)
+        if _qualified_name(other) != _qualified_name(cls):
+            raise ValueError(
+                f"{name!r} is the registered name of {_qualified_name(other)} already. Choose "
+                f"another one for {_qualified_name(cls)}."
+            )
+        _classes[name], _names[cls] = cls, name
+        return cls
+
+    return decorate
 
 
 def to_json(value: Any) -> Any:
-    """Plain JSON values. An unset (MISSING) field or a value with no JSON form is an error.
+    """Return plain JSON values.
 
-    So is what would come back as another type: a tuple or path where only `Any` is declared.
+    Raise an error if a field is not set (MISSING), has no JSON form, or would come back as another
+    type, like a tuple where only `Any` is declared.
     """
     data = _plain(value, "config")
     back = from_json(data)
@@ -36,6 +87,21 @@ def to_json(value: Any) -> Any:
     return data
 
 
+def from_json(data: Any, hint: Any = Any, where: str = "config") -> Any:
+    """Invert `to_json`. Raise ValueError if a value does not fit its declared type, `hint`.
+
+    `where` is the file and the field, for the message.
+    """
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    for member in typing.get_args(hint) if is_union else (hint,):
+        value = _read(data, member, where)
+        if value is not _MISFIT:
+            return value
+    found = f"a {type(data).__name__}" if isinstance(data, dict | list) else repr(data)
+    expected = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+    raise ValueError(f"{where} is {found}; expected {expected}.")
+
+
 def _plain(value: Any, where: str) -> Any:
     if value is tyro.MISSING:
         raise ValueError(f"{where} is not set; set it before the configuration is written.")
@@ -45,8 +111,8 @@ def _plain(value: Any, where: str) -> Any:
             for field in dataclasses.fields(value)
             if field.init
         }
-        return {_TYPE: type_name(type(value)), **fields}
-    if isinstance(value, collections.abc.Mapping):
+        return {_TYPE: _registered_name(type(value), where), **fields}
+    if isinstance(value, Mapping):
         if bad := [key for key in value if not isinstance(key, str) or key == _TYPE]:
             raise TypeError(f"{where} has keys that JSON cannot carry back: {bad}.")
         return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
@@ -62,41 +128,35 @@ def _plain(value: Any, where: str) -> Any:
     )
 
 
-def from_json(data: Any, hint: Any = Any, where: str = "config") -> Any:
-    """The inverse of `to_json`. `hint` is the declared type, which tells tuples from lists."""
+def _read(data: Any, hint: Any, where: str) -> Any:
+    """Return the value as this type, which is no union, or _MISFIT."""
+    kind, args = typing.get_origin(hint) or hint, typing.get_args(hint)
     if isinstance(data, dict) and _TYPE in data:
-        return _dataclass_from_json(data, where)
-    if isinstance(data, dict):
-        hint = _choose(hint, (dict, collections.abc.Mapping))
-        value_hint = (typing.get_args(hint) or (Any, Any))[-1]
-        return {key: from_json(item, value_hint, f"{where}.{key}") for key, item in data.items()}
-    if isinstance(data, list):
-        hint = _choose(hint, (tuple, list))
-        elements = _element_hints(hint, len(data))
-        items = [
-            from_json(item, element, f"{where}[{index}]")
-            for index, (item, element) in enumerate(zip(data, elements))
-        ]
-        return tuple(items) if _is(hint, tuple) else items
-    if isinstance(data, str) and _is(_choose(hint, (Path,)), Path):
+        value = _read_dataclass(data, where)
+        fits = kind is Any or (isinstance(kind, type) and isinstance(value, kind))
+        return value if fits else _MISFIT
+    if isinstance(data, dict) and kind in (Any, dict, collections.abc.Mapping):
+        values = args[-1] if args else Any
+        return {key: from_json(item, values, f"{where}.{key}") for key, item in data.items()}
+    if isinstance(data, list) and kind in (Any, list, tuple, collections.abc.Sequence):
+        # `tuple[int, Path]` has a type for each place; `tuple[int, ...]` and `list[int]` have one.
+        each = kind is tuple and args and Ellipsis not in args
+        if each and len(args) != len(data):
+            return _MISFIT
+        hints = args if each else [args[0] if args else Any] * len(data)
+        items = [from_json(x, h, f"{where}[{i}]") for i, (x, h) in enumerate(zip(data, hints))]
+        return tuple(items) if kind is tuple else items
+    if kind is Path and isinstance(data, str):
         return Path(data)
-    return data
+    if kind is typing.Literal:
+        return data if data in args else _MISFIT
+    if kind is float and type(data) is int:
+        return data
+    return data if kind in (Any, type(data)) else _MISFIT
 
 
-def _element_hints(hint: Any, count: int) -> list[Any]:
-    """`tuple[int, Path]` has a type for each place; `tuple[int, ...]`, `list[int]` one for all."""
-    args = typing.get_args(hint)
-    if len(args) == count and _is(hint, tuple) and Ellipsis not in args:
-        return list(args)
-    return [args[0] if args else Any] * count
-
-
-def type_name(cls: type) -> str:
-    return f"{cls.__module__}:{cls.__qualname__}"
-
-
-def _dataclass_from_json(data: dict[str, Any], where: str) -> Any:
-    cls = _find_type(data[_TYPE], where)
+def _read_dataclass(data: dict[str, Any], where: str) -> Any:
+    cls: Any = _find_class(data[_TYPE], where)
     hints = typing.get_type_hints(cls)
     names = {field.name for field in dataclasses.fields(cls) if field.init}
     if unknown := sorted(data.keys() - names - {_TYPE}):
@@ -111,32 +171,31 @@ def _dataclass_from_json(data: dict[str, Any], where: str) -> Any:
     }
     try:
         return cls(**fields)
-    except TypeError as error:
-        raise ValueError(f"{where} is not a whole {cls.__name__}: {error}.") from error
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where} is not a valid {cls.__name__}: {error}") from error
 
 
-def _find_type(name: Any, where: str) -> Any:
-    module_name, _, class_name = str(name).partition(":")
-    try:
-        found: Any = importlib.import_module(module_name)
-        for part in class_name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError, ValueError) as error:
+def _find_class(name: Any, where: str) -> type:
+    name = _NAMES_OF_0_1_0.get(str(name), str(name))
+    # A robot that a user defined is found by the name of 0.1.0 too, once it is registered.
+    found = _classes.get(name) or {_qualified_name(cls): cls for cls in _names}.get(name)
+    if found is None:
         raise ValueError(
-            f"{where} is of type {name!r}, which cannot be imported here ({error}). Install or put "
-            "on PYTHONPATH the package that defines it."
-        ) from error
-    if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
-        raise ValueError(f"{where} is of type {name!r}, which is not a configuration dataclass.")
+            f"{where} is of type {name!r}, which is not registered.{did_you_mean(name, _classes)} "
+            f"Registered are {', '.join(sorted(_classes))}. If it is of your own making, import "
+            "the module that defines it, or name that module in PISTON_PRESETS."
+        )
     return found
 
 
-def _choose(hint: Any, kinds: tuple[type, ...]) -> Any:
-    """Of `X | Y | None`, the member that is one of these kinds."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return next((arg for arg in typing.get_args(hint) if any(_is(arg, k) for k in kinds)), Any)
-    return hint
+def _registered_name(cls: type, where: str) -> str:
+    if cls not in _names:
+        raise TypeError(
+            f"{where} is a {cls.__name__}, which is not registered, so that no checkpoint could be "
+            f'read again. Write @register("a_name") (piston.serialization) above its definition.'
+        )
+    return _names[cls]
 
 
-def _is(hint: Any, kind: type) -> bool:
-    return hint is kind or typing.get_origin(hint) is kind
+def _qualified_name(cls: type) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"

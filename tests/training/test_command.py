@@ -4,7 +4,7 @@ import pytest
 
 from piston import cli, presets
 from piston.cli.train import parse
-from piston.optimization import CosineDecaySchedule, RsqrtDecaySchedule
+from piston.config import CosineDecaySchedule, RsqrtDecaySchedule
 from piston.serialization import from_json, to_json
 from piston.training.checkpoint import saved_steps
 

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
+from piston.config import AdamW
 from piston.models.variants import LoRA
-from piston.optimization import AdamW
 from piston.training.checkpoint import saved_steps
 from piston.training.distributed import join_processes
 from piston.training.loop import train_loop

@@ -8,11 +8,11 @@ import torch
 from torch.testing import assert_close
 
 from piston import weights
+from piston.config import CosineDecaySchedule
 from piston.data.batches import collate
 from piston.data.pipeline import FakeDataset
 from piston.models.variants import GemmaSize, LoRA, VisionSize
 from piston.observation import Observation
-from piston.optimization import CosineDecaySchedule
 from piston.training.distributed import Processes
 from piston.training.step import Trainer
 

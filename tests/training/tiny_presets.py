@@ -3,10 +3,9 @@
 import dataclasses
 
 from piston import presets
-from piston.config import TrainConfig
+from piston.config import CosineDecaySchedule, TrainConfig
 from piston.models.configs import Pi0Config, Pi0FASTConfig
 from piston.models.variants import GemmaSize, VisionSize
-from piston.optimization import CosineDecaySchedule
 from piston.robots.fake import FakeDataConfig
 
 VISION = VisionSize(width=16, depth=1, mlp_dim=24, num_heads=2, patch=16)

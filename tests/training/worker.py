@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from piston.serialization import from_json
+from piston import presets
 from piston.training.loop import train_loop
 
 
@@ -16,7 +16,8 @@ def main() -> None:
     for job in json.loads(Path(sys.argv[1]).read_text()):
         os.environ["MASTER_PORT"] = str(job["port"])
         try:
-            results.append({"checkpoint": str(train_loop(from_json(job["config"])))})
+            config = presets.train_config_from_json(job["config"], "job")
+            results.append({"checkpoint": str(train_loop(config))})
         except (ValueError, RuntimeError) as error:
             results.append({"error": str(error)})
             if dist.is_initialized():

@@ -257,7 +257,7 @@ def test_our_tensors_without_our_config(tmp_path, tiny, tiny_state):
         ("[]", "expected a JSON object"),
         ('{"model": "pi0"}', "is not what Piston writes"),
         (json.dumps({**written, "version": 2}), "version 2"),
-        (json.dumps({**written, "model": 3}), "holds a int"),
+        (json.dumps({**written, "model": 3}), "model is 3; expected ModelConfig"),
     ]:
         config.write_text(text)
         with pytest.raises(CheckpointError, match=message):

@@ -30,12 +30,17 @@ from tyro.constructors import (
 
 from piston import presets
 from piston.cli.console import console, fail, table
-from piston.config import DataConfig, TrainConfig
+from piston.config import (
+    CosineDecaySchedule,
+    DataConfig,
+    LRSchedule,
+    RsqrtDecaySchedule,
+    TrainConfig,
+)
 from piston.data.format import Feature, dimension_names
 from piston.data.pipeline import keys_used, open_sources
 from piston.data.statistics import KeyStatistics, compute_statistics
 from piston.data.transformed_columns import TransformedColumns
-from piston.optimization import CosineDecaySchedule, LRSchedule, RsqrtDecaySchedule
 from piston.progress import ProgressBar
 from piston.transforms.normalize import constant_dimensions, write_norm_stats
 

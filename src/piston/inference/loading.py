@@ -7,7 +7,6 @@ a preset has to say which robot it is for.
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,10 +14,10 @@ import torch
 
 from piston import assets, presets, weights
 from piston.config import TRAIN_SECTION, DataConfig, TrainConfig
+from piston.files import read_json_object
 from piston.inference.policy import Policy
 from piston.inference.quantization import quantize_for_inference
 from piston.models.variants import GEMMA, VISION
-from piston.serialization import from_json
 from piston.transforms.normalize import read_norm_stats
 
 PolicyDtype = Literal["float32", "bfloat16", "int8"]
@@ -114,7 +113,7 @@ def _find_config(folder: Path, preset: str | TrainConfig | None) -> TrainConfig:
     if preset is not None:
         return presets.get(preset) if isinstance(preset, str) else preset
     path = folder / "config.json"
-    section = json.loads(path.read_text()).get(TRAIN_SECTION) if path.is_file() else None
+    section = read_json_object(path).get(TRAIN_SECTION) if path.is_file() else None
     steps = sorted(int(child.name) for child in folder.glob("[0-9]*") if child.name.isdecimal())
     if section is None and steps and not path.is_file():
         raise ValueError(
@@ -126,10 +125,7 @@ def _find_config(folder: Path, preset: str | TrainConfig | None) -> TrainConfig:
             f"{folder} holds a model but does not say which robot it is for. Name a preset "
             "(--preset pi0_aloha); `piston presets` lists them."
         )
-    config = from_json(section, where="config.json: train")
-    if not isinstance(config, TrainConfig):
-        raise ValueError(f"{path} holds a {type(config).__name__} where TrainConfig is expected.")
-    return config
+    return presets.train_config_from_json(section, f"{path}: {TRAIN_SECTION}")
 
 
 def _with_statistics(data: DataConfig, folder: Path, preset: str) -> DataConfig:

@@ -21,6 +21,7 @@ from piston.models.variants import (
     parse_vision_size,
     size_name,
 )
+from piston.serialization import register
 
 Dtype = Literal["float32", "bfloat16"]
 TokenizerName = Literal["paligemma", "bytes"]
@@ -116,6 +117,7 @@ class ModelConfig(abc.ABC):
         return (self.image_size // self.vision.patch) ** 2
 
 
+@register("pi0")
 @dataclasses.dataclass(frozen=True)
 class Pi0Config(ModelConfig):
     """A flow model: π0, or π0.5 with `pi05`."""
@@ -159,6 +161,7 @@ class Pi0Config(ModelConfig):
         return self.pi05
 
 
+@register("pi0_fast")
 @dataclasses.dataclass(frozen=True)
 class Pi0FASTConfig(ModelConfig):
     """The autoregressive model: actions as FAST tokens."""

@@ -11,6 +11,8 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
+from piston.serialization import register
+
 
 def _require_positive(size: object, but: Sequence[str] = ()) -> None:
     for field in dataclasses.fields(size):  # type: ignore[arg-type]
@@ -24,6 +26,7 @@ def _require_positive(size: object, but: Sequence[str] = ()) -> None:
             )
 
 
+@register("lora")
 @dataclasses.dataclass(frozen=True)
 class LoRA:
     """Low-rank adapters: each adapted product gains `alpha / rank · x A B`."""
@@ -49,6 +52,7 @@ class LoRA:
         return self.alpha / self.rank
 
 
+@register("gemma_size")
 @dataclasses.dataclass(frozen=True)
 class GemmaSize:
     """One expert of the joint transformer."""
@@ -72,6 +76,7 @@ class GemmaSize:
             raise ValueError(f"head_dim must be even for rotary positions, found {self.head_dim}.")
 
 
+@register("vision_size")
 @dataclasses.dataclass(frozen=True)
 class VisionSize:
     """The vision tower: a ViT over square patches.

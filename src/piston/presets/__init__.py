@@ -1,6 +1,6 @@
-"""Named configurations: look-up, and suggestions for a wrong name.
+"""Presets: named TrainConfigs, found by name or read from a checkpoint.
 
-Presets are data. Those of each robot family are in a file of their own.
+The presets of each robot family are in a file of their own.
 """
 
 from __future__ import annotations
@@ -10,36 +10,37 @@ import importlib
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import tyro
 
 from piston.config import TrainConfig
 from piston.presets import aloha, debug, droid, libero, tiny, ur5
+from piston.serialization import from_json
 from piston.suggestions import did_you_mean
 
-_ALL: tuple[TrainConfig, ...] = (
-    *aloha.PRESETS,
-    *droid.PRESETS,
-    *libero.PRESETS,
-    *ur5.PRESETS,
-    *tiny.PRESETS,
-    *debug.PRESETS,
-)
-_BY_NAME: dict[str, TrainConfig] = {preset.name: preset for preset in _ALL}
+_BY_NAME: dict[str, TrainConfig] = {
+    preset.name: preset
+    for family in (aloha, droid, libero, ur5, tiny, debug)
+    for preset in family.PRESETS
+}
 
 
 class UnknownPreset(ValueError):
-    """No preset has this name; the message suggests the nearest."""
+    """No preset has this name; the message suggests the nearest one."""
 
 
 @functools.cache
 def import_user_presets() -> None:
-    """Import the modules that PISTON_PRESETS names, which `register` presets of their own."""
-    modules = [name.strip() for name in os.environ.get("PISTON_PRESETS", "").split(",")]
-    if any(modules):
-        # A command has no current folder on its path, where such a module usually is.
+    """Import the modules that PISTON_PRESETS names, which register presets and robots.
+
+    They are looked for among the installed modules, then in the current folder.
+    """
+    named = os.environ.get("PISTON_PRESETS", "").split(",")
+    modules = [name.strip() for name in named if name.strip()]
+    if modules:
         sys.path.append(str(Path.cwd()))
-    for module in filter(None, modules):
+    for module in modules:
         try:
             importlib.import_module(module)
         except Exception as error:
@@ -58,7 +59,7 @@ def names() -> list[str]:
 def register(preset: TrainConfig) -> TrainConfig:
     """Make a preset of your own known by its name.
 
-    Put the call in a module and name it in PISTON_PRESETS, and every command knows the preset.
+    Every command knows it if PISTON_PRESETS names the module that calls this function.
     """
     if preset.name in _BY_NAME:
         raise ValueError(f"A preset named {preset.name!r} exists already. Choose another name.")
@@ -74,7 +75,17 @@ def get(name: str) -> TrainConfig:
     return _BY_NAME[name]
 
 
+def train_config_from_json(data: Any, where: str) -> TrainConfig:
+    """Read the configuration of a run or checkpoint, with robots that PISTON_PRESETS defines.
+
+    `where` is the file, for messages.
+    """
+    import_user_presets()
+    config: TrainConfig = from_json(data, TrainConfig, where)
+    return config
+
+
 def purpose(preset: TrainConfig) -> str:
-    """A preset without weights or a data set only describes how to serve a released checkpoint."""
+    """Return "inference" for a preset that only says how to serve a released checkpoint."""
     trains = preset.weights is not None or preset.data.repo_id is not tyro.MISSING
     return "training" if trains else "inference"

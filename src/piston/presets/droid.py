@@ -1,8 +1,7 @@
 """Presets of the DROID robot (a Franka arm with two cameras)."""
 
-from piston.config import AssetsConfig, ModelConfig, TrainConfig
-from piston.models.configs import Pi0Config, Pi0FASTConfig
-from piston.optimization import CosineDecaySchedule
+from piston.config import AssetsConfig, CosineDecaySchedule, TrainConfig
+from piston.models.configs import ModelConfig, Pi0Config, Pi0FASTConfig
 from piston.robots.droid import (
     DroidDataConfig,
     LeRobotDROIDDataConfig,

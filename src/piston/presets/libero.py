@@ -1,9 +1,8 @@
 """Presets of the LIBERO simulation benchmark."""
 
-from piston.config import TrainConfig
+from piston.config import CosineDecaySchedule, TrainConfig
 from piston.models.configs import Pi0Config, Pi0FASTConfig
 from piston.models.variants import GEMMA
-from piston.optimization import CosineDecaySchedule
 from piston.robots.libero import LeRobotLiberoDataConfig
 
 # The first two use delta actions on top of the data set's own.

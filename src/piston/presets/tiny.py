@@ -6,10 +6,9 @@ convolutional stem stands in for the vision tower, which would need pre-training
 
 import dataclasses
 
-from piston.config import TrainConfig
+from piston.config import AdamW, CosineDecaySchedule, TrainConfig
 from piston.models.configs import Pi0Config
 from piston.models.variants import GemmaSize, VisionSize
-from piston.optimization import AdamW, CosineDecaySchedule
 from piston.robots.aloha import LeRobotAlohaDataConfig
 from piston.robots.metaworld import LeRobotMetaworldDataConfig
 

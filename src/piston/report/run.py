@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from piston import presets
 from piston.config import TrainConfig
-from piston.serialization import from_json
+from piston.files import read_json_object
 from piston.training.checkpoint import newest_whole_step
 from piston.training.run import CONFIG
 from piston.training.trackers import METRICS
@@ -56,9 +57,7 @@ def read_run(folder: Path) -> Run:
             else " `piston runs` lists the runs there are."
         )
         raise FileNotFoundError(f"{folder} is no run of `piston train`: it has no {CONFIG}.{hint}")
-    config = from_json(json.loads((folder / CONFIG).read_text()), where=CONFIG)
-    if not isinstance(config, TrainConfig):
-        raise ValueError(f"{folder / CONFIG} holds a {type(config).__name__}, no TrainConfig.")
+    config = presets.train_config_from_json(read_json_object(folder / CONFIG), str(folder / CONFIG))
     metrics = folder / METRICS
     lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.is_file() else []
     return Run(folder, config, tuple(json.loads(line) for line in lines))

@@ -23,6 +23,7 @@ from jaxtyping import Float
 from piston.config import DataConfig, DataConfigFactory
 from piston.models.configs import ModelConfig
 from piston.robots import first_actions, model_inputs, optional_actions
+from piston.serialization import register
 from piston.transforms.actions import (
     AbsoluteActions,
     DeltaActions,
@@ -169,6 +170,7 @@ def _spread(values: np.ndarray, span: tuple[float, float]) -> np.ndarray:
     return values * (span[1] - span[0]) + span[0]
 
 
+@register("aloha")
 @dataclasses.dataclass(frozen=True)
 class LeRobotAlohaDataConfig(DataConfigFactory):
     """ALOHA data sets in LeRobot format."""

@@ -21,6 +21,7 @@ from piston.robots import (
     model_inputs,
     optional_actions,
 )
+from piston.serialization import register
 from piston.transforms.actions import AbsoluteActions, DeltaActions, make_bool_mask
 from piston.transforms.base import Data, Group
 from piston.transforms.keys import RepackTransform
@@ -84,6 +85,7 @@ def make_droid_example() -> Data:
 ActionSpace = Literal["joint_position", "joint_velocity"]
 
 
+@register("droid")
 @dataclasses.dataclass(frozen=True)
 class DroidDataConfig(DataConfigFactory):
     """DROID without a data set: how a released checkpoint is served."""
@@ -100,6 +102,7 @@ class DroidDataConfig(DataConfigFactory):
         )
 
 
+@register("lerobot_droid")
 @dataclasses.dataclass(frozen=True)
 class LeRobotDROIDDataConfig(DroidDataConfig):
     """DROID data sets in LeRobot format; their actions are joint velocities."""
@@ -120,6 +123,7 @@ class LeRobotDROIDDataConfig(DroidDataConfig):
         )
 
 
+@register("rlds_dataset")
 @dataclasses.dataclass(frozen=True)
 class RLDSDataset:
     """One part of a mixture in RLDS format."""
@@ -131,6 +135,7 @@ class RLDSDataset:
     filter_dict_path: str | None = None
 
 
+@register("rlds_droid")
 @dataclasses.dataclass(frozen=True)
 class RLDSDroidDataConfig(DroidDataConfig):
     """The full DROID set in RLDS format.

@@ -8,8 +8,10 @@ from typing import ClassVar
 
 from piston.config import DataConfig, DataConfigFactory
 from piston.models.configs import ModelConfig
+from piston.serialization import register
 
 
+@register("fake")
 @dataclasses.dataclass(frozen=True)
 class FakeDataConfig(DataConfigFactory):
     """Random samples; needs no files and no statistics."""

@@ -19,6 +19,7 @@ import numpy as np
 from piston.config import DataConfig, DataConfigFactory
 from piston.models.configs import ModelConfig
 from piston.robots import first_actions, model_inputs, optional_actions
+from piston.serialization import register
 from piston.transforms.actions import AbsoluteActions, DeltaActions, make_bool_mask
 from piston.transforms.base import Data, Group, require_vector
 from piston.transforms.keys import RepackTransform
@@ -70,6 +71,7 @@ def make_libero_example() -> Data:
     }
 
 
+@register("libero")
 @dataclasses.dataclass(frozen=True)
 class LeRobotLiberoDataConfig(DataConfigFactory):
     """LIBERO data sets in LeRobot format."""

@@ -16,6 +16,7 @@ import numpy as np
 from piston.config import DataConfig, DataConfigFactory
 from piston.models.configs import ModelConfig
 from piston.robots import first_actions, model_inputs, optional_actions
+from piston.serialization import register
 from piston.transforms.base import Data, Group, require_mapping, require_vector
 from piston.transforms.keys import RepackTransform
 
@@ -63,6 +64,7 @@ def make_metaworld_example() -> Data:
     }
 
 
+@register("metaworld")
 @dataclasses.dataclass(frozen=True)
 class LeRobotMetaworldDataConfig(DataConfigFactory):
     """MetaWorld data sets in LeRobot format, as `piston record` writes them."""

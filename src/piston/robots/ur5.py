@@ -20,6 +20,7 @@ from piston.robots import (
     model_inputs,
     optional_actions,
 )
+from piston.serialization import register
 from piston.transforms.actions import AbsoluteActions, DeltaActions, make_bool_mask
 from piston.transforms.base import Data, Group
 from piston.transforms.keys import RepackTransform
@@ -68,6 +69,7 @@ def make_ur5_example() -> Data:
     }
 
 
+@register("ur5")
 @dataclasses.dataclass(frozen=True)
 class LeRobotUR5DataConfig(DataConfigFactory):
     """UR5 data sets in LeRobot format."""

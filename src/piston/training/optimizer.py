@@ -1,6 +1,6 @@
 """AdamW over what may train, gradients clipped to a global norm.
 
-Knows parameters and gradients; what the learning rate is comes from `piston.optimization`.
+Knows parameters and gradients; what the learning rate is comes from `piston.config`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from piston.config import AdamW
 from piston.models.lora import freeze
-from piston.optimization import AdamW
 from piston.training.distributed import whole
 
 

@@ -14,6 +14,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from piston.serialization import register
+
 Data = dict[str, Any]
 
 
@@ -29,6 +31,7 @@ class MissingKeyError(KeyError):
         return str(self.args[0])
 
 
+@register("group")
 @dataclasses.dataclass(frozen=True)
 class Group:
     """Transforms on the way in (to the model), and those that undo them on the way out."""

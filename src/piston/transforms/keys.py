@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from piston.serialization import register
 from piston.transforms.base import Data, missing_key
 
 SEPARATOR = "/"
@@ -16,6 +17,7 @@ SEPARATOR = "/"
 ALWAYS_KEPT = ("prompt", "action_is_pad")
 
 
+@register("repack")
 @dataclasses.dataclass(frozen=True)
 class RepackTransform:
     """A new dictionary in the shape of `structure`, whose leaves say where each value comes from.

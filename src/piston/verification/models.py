@@ -16,13 +16,13 @@ import numpy as np
 import torch
 
 from piston import weights
+from piston.config import AdamW, CosineDecaySchedule
 from piston.models import masks
 from piston.models.autoregressive import Pi0FAST
 from piston.models.configs import ModelConfig, Pi0Config, Pi0FASTConfig
 from piston.models.flow import Pi0
 from piston.models.variants import GemmaSize, LoRA, VisionSize
 from piston.observation import Observation
-from piston.optimization import AdamW, CosineDecaySchedule
 from piston.training.ema import EMA
 from piston.training.optimizer import clip_gradients, make_optimizer, set_learning_rate
 from piston.verification.quantity import Quantity, close, equal, failed

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from piston.optimization import CosineDecaySchedule
+from piston.config import CosineDecaySchedule
 from piston.robots.aloha import AlohaInputs, AlohaOutputs
 from piston.tokenizers import TextTokenizer
 from piston.tokenizers.fast import FASTPrompt, FASTTokenizer

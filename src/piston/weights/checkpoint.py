@@ -138,9 +138,10 @@ def read_model_config(folder: Path) -> ModelConfig:
             f"{path} is of version {data.get('version')!r}, known here is {VERSION}. "
             "Update Piston, or write the checkpoint again with this version."
         )
-    config = from_json(data["model"], where="config.json: model")
-    if not isinstance(config, ModelConfig):
-        raise CheckpointError(f"{path} holds a {type(config).__name__} as its model.")
+    try:
+        config: ModelConfig = from_json(data["model"], ModelConfig, f"{path}: model")
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
     return config
 
 

@@ -1,26 +1,25 @@
-"""Configuration: what a run is made of, from the command line to the robot.
+"""`DataConfig`, the description of a data pipeline, and the factories that make one.
 
-`TrainConfig` is what a preset holds and a checkpoint carries. Its `data` is a factory that turns
-into a `DataConfig`, the finished description of a pipeline, once the model is known. Nothing here
-reads data, builds a network or touches the disk, except `DataConfig.with_norm_stats`.
+A `DataConfigFactory` describes a robot's data set; it becomes a `DataConfig` once the model is
+known. Nothing here reads data; `DataConfig.with_norm_stats` reads the statistics.
 """
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-import difflib
 import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar
 
 import tyro
 
 from piston import assets as asset_files
 from piston.models.configs import ModelConfig, Pi0Config, Pi0FASTConfig
-from piston.optimization import AdamW, CosineDecaySchedule, LRSchedule
+from piston.serialization import register
+from piston.suggestions import did_you_mean
 from piston.tokenizers import TextTokenizer
 from piston.tokenizers.bytes import BytesTokenizer
 from piston.tokenizers.fast import FASTPrompt, FASTTokenizer
@@ -36,13 +35,8 @@ from piston.transforms.prompts import (
     TokenizePrompt,
 )
 
-# The section of a checkpoint's config.json that makes it self-contained.
-TRAIN_SECTION = "train"
 
-Tracker = Literal["tensorboard", "wandb"]
-Sharding = Literal["none", "ddp", "fsdp"]
-
-
+@register("assets")
 @dataclasses.dataclass(frozen=True)
 class AssetsConfig:
     """Where normalisation statistics are: `<assets_dir>/<asset_id>/norm_stats.json`.
@@ -200,13 +194,11 @@ def _unknown_asset(assets_dir: Path, asset_id: str, preset: str) -> str:
     found = sorted(
         p.parent.relative_to(assets_dir).as_posix() for p in assets_dir.rglob("norm_stats.json")
     )
-    nearest = difflib.get_close_matches(asset_id, found, n=1)
-    lines = [f"norm_stats.json missing in {assets_dir / asset_id}."]
-    if nearest:
-        lines.append(f"Did you mean --data.assets.asset-id {nearest[0]}?")
-    elif found:
-        lines.append(f"Found there: {', '.join(found)}.")
-    return " ".join([*lines, f"Run: piston stats {preset}"])
+    hint = did_you_mean(asset_id, found) or (f" Found there: {', '.join(found)}." if found else "")
+    return (
+        f"norm_stats.json missing in {assets_dir / asset_id} (--data.assets.asset-id {asset_id})."
+        f"{hint} Run: piston stats {preset}"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -315,182 +307,3 @@ def _fast_prompt(model_config: Pi0FASTConfig) -> FASTPrompt:
 
 def make_text_tokenizer(model_config: ModelConfig) -> TextTokenizer:
     return BytesTokenizer() if model_config.tokenizer == "bytes" else PaligemmaTokenizer()
-
-
-_AT_LEAST_ONE = (
-    "batch_size",
-    "num_train_steps",
-    "log_interval",
-    "save_interval",
-    "keep_last",
-    "noise_draws",
-    "start_weight",
-    "gradient_accumulation",
-    "validation_interval",
-    "max_skipped_steps",
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainConfig:
-    """One run: what is trained, on what, how, and where it is kept."""
-
-    # The preset's name.
-    name: tyro.conf.Suppress[str]
-    # The run's name; checkpoints go to <checkpoint_base_dir>/<name>/<exp_name>.
-    exp_name: str = tyro.MISSING
-    # The model and its sizes.
-    model: ModelConfig = Pi0Config()
-    # The data set and its robot.
-    data: DataConfigFactory = tyro.MISSING
-    # The checkpoint to start from (any known format); None: random weights.
-    weights: str | None = None
-    # Patterns of our parameter names that the checkpoint may lack, e.g. "*lora*".
-    may_be_new: tuple[str, ...] = ()
-    # Patterns of parameter names that do not train; "!" makes an exception, e.g. vlm.* !*lora*
-    freeze: tuple[str, ...] = ()
-    # The learning rate over the steps; `piston train --lr-schedule rsqrt` chooses another kind.
-    lr_schedule: LRSchedule = CosineDecaySchedule()
-    # The optimizer's numbers.
-    optimizer: AdamW = AdamW()
-    # Decay of the running mean of the weights, which is what gets served; None: no mean.
-    ema_decay: float | None = 0.99
-    # Random crops, turns and colours of the images (never for π0-FAST).
-    augmentation: bool = True
-    # Draws of noise and time that share one pass over images and prompt.
-    noise_draws: int = 1
-    # The first frames of every episode, as many as this, count `start_weight` times: there the
-    # robot has not yet covered what it has to see. 0: none.
-    start_frames: int = 0
-    # How many times as often they are drawn.
-    start_weight: int = 1
-    # Parts into which each process cuts its share of a batch, to need less memory.
-    gradient_accumulation: int = 1
-    # Compute activations again in the backward pass instead of keeping them.
-    gradient_checkpointing: bool = False
-    # Compile the layers with torch.compile.
-    compile: bool = False
-    # How several processes (torchrun) share the work: ddp copies the model, fsdp cuts it up.
-    sharding: Sharding = "none"
-    # Leave steps beyond the end of an episode out of the loss.
-    mask_padded_steps: bool = False
-    # Leave action dimensions that the robot does not have out of the loss.
-    mask_padded_dims: bool = False
-    # Episodes of each data set held out of training to validate on; 0: none.
-    validation_episodes: int = 0
-    # Steps between validations.
-    validation_interval: int = 1_000
-    # Stop after this many steps in a row whose loss or gradient is not finite.
-    max_skipped_steps: int = 10
-    # Decode and resize all frames once, into a file that later runs use too.
-    cache_frames: bool = False
-    # Seed of everything random in the run.
-    seed: int = 42
-    # Samples per step, over all processes.
-    batch_size: int = 32
-    # Processes that read data, per training process; 0: the training process itself.
-    num_workers: int = 2
-    # Steps in all.
-    num_train_steps: int = 30_000
-    # Steps between log lines.
-    log_interval: int = 100
-    # Steps between checkpoints.
-    save_interval: int = 1_000
-    # Checkpoints at multiples of this are kept for good; None: none of them.
-    keep_period: int | None = 5_000
-    # The newest checkpoints, as many as this, are kept besides.
-    keep_last: int = 1
-    # Delete a run of the same name and begin again.
-    overwrite: bool = False
-    # Go on with the run of the same name from its newest checkpoint.
-    resume: bool = False
-    # Where metrics are sent besides metrics.jsonl.
-    tracking: tuple[Tracker, ...] = ()
-    # Sent to every client that connects, e.g. the pose to start from.
-    policy_metadata: tyro.conf.Suppress[Mapping[str, Any] | None] = None
-    # Where the preset's own statistics are kept.
-    assets_base_dir: str = "./assets"
-    # Where runs are kept.
-    checkpoint_base_dir: str = "./checkpoints"
-
-    def __post_init__(self) -> None:
-        if self.resume and self.overwrite:
-            raise ValueError(
-                "--resume goes on with a run, --overwrite deletes it: they contradict each other. "
-                "Give one of them (--no-overwrite if the preset sets it)."
-            )
-        experts = {
-            "vlm": self.model.vlm,
-            "action_expert": getattr(self.model, "action_expert", None),
-        }
-        adapted = [name for name, size in experts.items() if size is not None and size.lora]
-        if adapted and not any(not pattern.startswith("!") for pattern in self.freeze):
-            raise ValueError(
-                f"{' and '.join(adapted)} have LoRA adapters, but nothing is frozen: all weights "
-                "would train as well. Set --freeze "
-                + " ".join(f"'{name}.*'" for name in adapted)
-                + " '!*lora*', or choose a size without LoRA."
-            )
-        for name in ("name", "exp_name"):
-            _require_folder_name(name, getattr(self, name))
-        for name in _AT_LEAST_ONE:
-            _require_at_least(1, name, getattr(self, name))
-        for name in ("num_workers", "seed", "validation_episodes", "start_frames"):
-            _require_at_least(0, name, getattr(self, name))
-        if (self.start_frames > 0) != (self.start_weight > 1):
-            raise ValueError(
-                f"--start-frames is {self.start_frames}, --start-weight {self.start_weight}: one "
-                "does nothing without the other. Set both, e.g. 48 and 3, or neither."
-            )
-        self._check_flow_options()
-        if self.keep_period is not None:
-            _require_at_least(1, "keep_period", self.keep_period)
-        if self.ema_decay is not None and not 0.0 < self.ema_decay < 1.0:
-            raise ValueError(f"--ema-decay must lie between 0 and 1, is {self.ema_decay}.")
-        if self.may_be_new and self.weights is None:
-            raise ValueError("--may-be-new lists exceptions to --weights, which is not given.")
-
-    def _check_flow_options(self) -> None:
-        """Options of flow matching would do nothing for a model that writes tokens."""
-        given = [
-            flag
-            for flag, is_set in (
-                ("--noise-draws", self.noise_draws > 1),
-                ("--mask-padded-steps", self.mask_padded_steps),
-                ("--mask-padded-dims", self.mask_padded_dims),
-            )
-            if is_set
-        ]
-        if given and not isinstance(self.model, Pi0Config):
-            raise ValueError(
-                f"{', '.join(given)} would do nothing: {self.model.family} learns tokens, without "
-                "noise or padded actions."
-            )
-
-    @property
-    def assets_dirs(self) -> Path:
-        return Path(self.assets_base_dir) / self.name
-
-    @property
-    def checkpoint_dir(self) -> Path:
-        if self.exp_name is tyro.MISSING:
-            raise ValueError("The run has no name: give --exp-name.")
-        return Path(self.checkpoint_base_dir) / self.name / self.exp_name
-
-    def data_config(self) -> DataConfig:
-        return self.data.create(self.assets_dirs, self.model)
-
-
-def _require_folder_name(field: str, value: str) -> None:
-    """Runs are folders that may be deleted: a name must not lead anywhere else."""
-    if value is tyro.MISSING:
-        return
-    if value in ("", ".", "..") or Path(value).name != value:
-        flag = field.replace("_", "-")
-        raise ValueError(f"--{flag} is {value!r}; it names a folder, so it must be one plain name.")
-
-
-def _require_at_least(least: int, name: str, value: int) -> None:
-    if value < least:
-        flag = name.replace("_", "-")
-        raise ValueError(f"--{flag} must be at least {least}, is {value}.")
