@@ -3,12 +3,15 @@
 Run as a program, it records until it is killed (see test_recorder_killed).
 """
 
+import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import av
 import numpy as np
+import pyarrow.parquet as pq
 
 from piston.data import open_dataset
 from piston.data.recorder import Recorder
@@ -21,8 +24,7 @@ FEATURES = {
     "observation.state": {"dtype": "float32", "shape": (3,), "names": ["x", "y", "z"]},
     "action": {"dtype": "float32", "shape": (2,)},
 }
-# Files so small that episodes roll over, and get joined, all the time.
-TINY = {"data_files_size_in_mb": 0.009, "video_files_size_in_mb": 0.009}
+V21_FILE = "chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}"
 
 
 def length_of(episode: int) -> int:
@@ -56,9 +58,8 @@ def numbers_of(episode: int, step: int) -> dict[str, np.ndarray]:
     }
 
 
-def tiny_recorder(root: Path, version: str) -> Recorder:
-    sizes = TINY if version == "v3.0" else {}
-    return Recorder(root, FPS, FEATURES, version=version, codec="h264", resume=True, **sizes)
+def small_recorder(root: Path) -> Recorder:
+    return Recorder(root, FPS, FEATURES, codec="h264", resume=True)
 
 
 def record(recorder: Recorder, episode: int) -> None:
@@ -103,8 +104,49 @@ def files_of(root: Path) -> list[str]:
     return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
 
 
-def main(root: Path, version: str) -> None:
-    recorder = tiny_recorder(root, version)
+def as_v21(source: Path, target: Path) -> Path:
+    """Rearrange a recorded set, one file per episode, as LeRobot v2.1 lays it out."""
+    info = json.loads((source / "meta/info.json").read_text())
+    videos = [key for key, entry in info["features"].items() if entry["dtype"] == "video"]
+    for name in ("data_files_size_in_mb", "video_files_size_in_mb"):
+        del info[name]
+    info |= {
+        "codebase_version": "v2.1",
+        "data_path": f"data/{V21_FILE}.parquet".replace("{video_key}/", ""),
+        "video_path": f"videos/{V21_FILE}.mp4",
+    }
+    lines: dict[str, list[Any]] = {"info.json": [info]}
+    tasks = pq.read_table(source / "meta/tasks.parquet").to_pylist()
+    lines["tasks.jsonl"] = [{"task_index": t["task_index"], "task": t["task"]} for t in tasks]
+    lines["episodes.jsonl"], lines["episodes_stats.jsonl"] = [], []
+    for row in pq.read_table(source / "meta/episodes").to_pylist():
+        index = row["episode_index"]
+        files = {f"data/chunk-000/file-{index:03d}.parquet": info["data_path"]}
+        for key in videos:
+            files[f"videos/{key}/chunk-000/file-{index:03d}.mp4"] = info["video_path"].replace(
+                "{video_key}", key
+            )
+        for old, pattern in files.items():
+            new = target / pattern.format(episode_chunk=0, episode_index=index)
+            new.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / old, new)
+        stats: dict[str, Any] = {}
+        for column, value in row.items():
+            if column.startswith("stats/"):
+                _, key, name = column.split("/")
+                if name[0] != "q":  # v2.1 has no quantiles
+                    stats.setdefault(key, {})[name] = value
+        lines["episodes_stats.jsonl"].append({"episode_index": index, "stats": stats})
+        listed = {key: row[key] for key in ("episode_index", "tasks", "length")}
+        lines["episodes.jsonl"].append(listed)
+    (target / "meta").mkdir()
+    for name, rows in lines.items():
+        (target / "meta" / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return target
+
+
+def main(root: Path) -> None:
+    recorder = small_recorder(root)
     sys.stdout.write(f"{recorder.num_episodes}\n")
     sys.stdout.flush()
     while True:
@@ -114,4 +156,4 @@ def main(root: Path, version: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]))

@@ -217,10 +217,11 @@ def test_what_is_no_episode_is_refused(tmp_path: Path) -> None:
         convert_aloha_hdf5(path, tmp_path / "set", "task")
     with h5py.File(path, "w") as file:
         file["action"] = np.zeros((3, 14))
-    with pytest.raises(ValueError, match="no ALOHA episode: it has no /observations/qpos"):
+    with pytest.raises(ValueError, match="not an ALOHA episode: it has no /observations/qpos"):
         convert_aloha_hdf5(path, tmp_path / "set", "task")
     write_episode(path, 0)
     (tmp_path / "set").mkdir()
+    (tmp_path / "set/precious").write_text("")
     with pytest.raises(FileExistsError, match="exists already"):
         convert_aloha_hdf5(path, tmp_path / "set", "task")
     with pytest.raises(ValueError, match="holds the source files"):

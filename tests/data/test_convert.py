@@ -17,16 +17,21 @@ from piston.data import check_dataset, open_dataset
 from piston.data.convert import convert_to_v30
 from piston.data.recorder import Recorder
 
-from .recording_cases import FEATURES, FPS, VIDEO, check_set, record, seen_in, video
+from .recording_cases import FEATURES, FPS, VIDEO, as_v21, check_set, record, seen_in, video
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    root = tmp_path / "v21"
-    with Recorder(root, FPS, FEATURES, "arm", "v2.1", "h264") as recorder:
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("recorded") / "set"
+    with Recorder(root, FPS, FEATURES, "arm", "h264") as recorder:
         for episode in range(5):
             record(recorder, episode)
     return root
+
+
+@pytest.fixture
+def source(tmp_path: Path, recorded: Path) -> Path:
+    return as_v21(recorded, tmp_path / "v21")
 
 
 def assert_same_items(source: Path, target: Path, but: tuple[str, ...] = ()) -> None:
@@ -62,10 +67,18 @@ def test_v21_keeps_everything(source: Path, tmp_path: Path) -> None:
     assert f"stats/{VIDEO}/q01" not in episodes.column_names
 
 
-def test_files_are_shared_up_to_their_size(source: Path, tmp_path: Path) -> None:
-    convert_to_v30(source, tmp_path / "v30", video_files_size_in_mb=0.005)
+def test_videos_are_not_copied_where_they_can_be_linked(source: Path, tmp_path: Path) -> None:
+    old = source / f"videos/chunk-000/{VIDEO}/episode_000000.mp4"
+    # As in Hugging Face's cache: files are links to where their content is.
+    old.rename(tmp_path / "blob")
+    old.symlink_to("../../../../blob")
+    convert_to_v30(source, tmp_path / "v30")
+    new = tmp_path / f"v30/videos/{VIDEO}/chunk-000/file-000.mp4"
+    assert not new.is_symlink()
+    assert new.samefile(tmp_path / "blob")
+    (tmp_path / "blob").unlink()
+    shutil.rmtree(source)
     assert check_set(tmp_path / "v30") == 5
-    assert 1 < len(list((tmp_path / "v30").glob("videos/*/*/*.mp4"))) < 5
 
 
 def test_image_statistics_can_be_computed_anew(source: Path, tmp_path: Path) -> None:
@@ -177,8 +190,8 @@ def test_a_video_with_too_many_frames_is_encoded_anew(source: Path, tmp_path: Pa
     assert check_set(tmp_path / "v30") == 5
 
 
-def test_videos_that_cannot_share_a_file_get_their_own(source: Path, tmp_path: Path) -> None:
-    # Another encoder's stream among ours: one decoder configuration cannot serve both.
+def test_videos_of_another_encoder_are_kept(source: Path, tmp_path: Path) -> None:
+    # With B-frames, among ours without.
     path = source / f"videos/chunk-000/{VIDEO}/episode_000002.mp4"
     frames = video(path)[-1]
     with av.open(str(path), "w") as container:
@@ -190,22 +203,22 @@ def test_videos_that_cannot_share_a_file_get_their_own(source: Path, tmp_path: P
         container.mux(stream.encode(None))
     done = convert_to_v30(source, tmp_path / "v30")
     assert done.num_encoded == 0
-    assert len(list((tmp_path / "v30").glob("videos/*/*/*.mp4"))) == 3
+    assert len(list((tmp_path / "v30").glob("videos/*/*/*.mp4"))) == 5
     assert_same_items(source, tmp_path / "v30")
 
 
 def test_images_in_files_are_taken_into_the_tables(tmp_path: Path) -> None:
-    source = tmp_path / "v21"
     features = {
         "camera": {"dtype": "image", "shape": (8, 8, 3)},
         "action": {"dtype": "float32", "shape": (2,)},
     }
     images = np.random.default_rng(0).integers(0, 256, (4, 8, 8, 3), dtype=np.uint8)
-    with Recorder(source, 5, features, version="v2.1") as recorder:
+    with Recorder(tmp_path / "set", 5, features) as recorder:
         for step in range(4):
             frame = {"camera": images[step], "action": np.full(2, step, np.float32)}
             recorder.add_frame(frame, "look")
         recorder.save_episode()
+    source = as_v21(tmp_path / "set", tmp_path / "v21")
     path = source / "data/chunk-000/episode_000000.parquet"
     table = pq.read_table(path)
     cells = []
@@ -237,8 +250,10 @@ def test_a_target_is_never_overwritten_unasked(source: Path, tmp_path: Path) -> 
     assert not (target / "precious").exists()
     with pytest.raises(ValueError, match="v3.0 already"):
         convert_to_v30(target, tmp_path / "again")
-    with pytest.raises(ValueError, match="is the source itself"):
+    with pytest.raises(ValueError, match="holds the source files"):
         convert_to_v30(source, source, overwrite=True)
+    with pytest.raises(ValueError, match="holds the source files"):
+        convert_to_v30(source, tmp_path, overwrite=True)
     assert check_set(source) == 5
 
 
@@ -251,7 +266,7 @@ def test_a_failed_overwrite_keeps_the_old_set(
     def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("piston.data.store_v30.publish", fail)
+    monkeypatch.setattr("piston.data.writer.publish", fail)
     with pytest.raises(OSError, match="No space"):
         convert_to_v30(source, target, overwrite=True)
     assert check_set(target) == 5

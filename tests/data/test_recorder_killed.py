@@ -1,5 +1,6 @@
 """A recorder that dies at any moment loses the unfinished episode and nothing else."""
 
+import json
 import os
 import random
 import shutil
@@ -10,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from piston.data.format import Metadata
 from piston.data.recorder import Recorder
 
-from .recording_cases import check_set, record, tiny_recorder
-
-VERSIONS = ["v3.0", "v2.1"]
+from .recording_cases import VIDEO, check_set, files_of, record, small_recorder
 
 
 class Snapshots:
@@ -41,15 +41,14 @@ class Snapshots:
             self.acknowledged.append(self.saved)
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_death_at_every_step(tmp_path: Path, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_death_at_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda _: None)  # only power cuts need it, and it is slow
     root = tmp_path / "set"
     with pytest.MonkeyPatch.context() as patches:
         snapshots = Snapshots(root, tmp_path, patches)
         # The second recorder continues what the first has finalized.
         for episodes in (range(1), range(1, 4)):
-            recorder = tiny_recorder(root, version)
+            recorder = small_recorder(root)
             for episode in episodes:
                 record(recorder, episode)
                 snapshots.saved = episode + 1
@@ -61,7 +60,7 @@ def test_death_at_every_step(tmp_path: Path, version: str, monkeypatch: pytest.M
         found = check_set(dead) if saved else 0
         assert found >= saved
         # As the next recorder finds it.
-        recorder = tiny_recorder(dead, version)
+        recorder = small_recorder(dead)
         assert max(saved, found) <= recorder.num_episodes <= saved + 1
         record(recorder, recorder.num_episodes)
         count = recorder.num_episodes
@@ -71,21 +70,20 @@ def test_death_at_every_step(tmp_path: Path, version: str, monkeypatch: pytest.M
 
 
 def leftovers(root: Path) -> list[str]:
-    """Files that a finished set should not have."""
-    return [
-        str(path.relative_to(root))
-        for path in root.rglob("*")
-        if path.name.startswith(".") or "chunk-999" in str(path)
-    ]
+    """Files that a finished set should not have: temporary ones and those without an episode."""
+    used = {"meta/info.json", "meta/stats.json", "meta/tasks.parquet"}
+    used |= {str(path.relative_to(root)) for path in root.glob("meta/episodes/*/*.parquet")}
+    for episode in Metadata.read(root).episodes:
+        used |= {episode.data_path, *(span.path for span in episode.videos.values())}
+    return sorted(set(files_of(root)) ^ used)
 
 
-@pytest.mark.parametrize(("version", "kills"), [("v3.0", 4), ("v2.1", 2)])
-def test_kill_9(tmp_path: Path, version: str, kills: int) -> None:
+def test_kill_9(tmp_path: Path) -> None:
     root = tmp_path / "set"
-    generator = random.Random(version)
+    generator = random.Random(0)
     known = 0
-    for _ in range(kills):
-        command = [sys.executable, "recording_cases.py", str(root), version]
+    for _ in range(6):
+        command = [sys.executable, "recording_cases.py", str(root)]
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent
         )
@@ -110,7 +108,55 @@ def test_kill_9(tmp_path: Path, version: str, kills: int) -> None:
 
 def test_two_recorders_at_once(tmp_path: Path) -> None:
     with (
-        tiny_recorder(tmp_path / "set", "v3.0"),
+        small_recorder(tmp_path / "set"),
         pytest.raises(RuntimeError, match="another process is recording"),
     ):
-        _ = tiny_recorder(tmp_path / "set", "v3.0").num_episodes
+        _ = small_recorder(tmp_path / "set").num_episodes
+
+
+def move_back(root: Path, stream: str, episode: int, chunk: int) -> list[tuple[str, int, int]]:
+    """Copy an episode's file to another chunk, where no episode refers to it."""
+    folder = root / ("data" if stream == "data" else f"videos/{stream}")
+    [path] = folder.glob(f"chunk-000/file-{episode:03d}.*")
+    copy = folder / f"chunk-{chunk:03d}/{path.name}"
+    copy.parent.mkdir(exist_ok=True)
+    shutil.copyfile(path, copy)
+    return [(stream, chunk, episode)]
+
+
+def test_files_that_are_not_its_own_are_never_deleted(tmp_path: Path) -> None:
+    root = tmp_path / "set"
+    with small_recorder(root) as recorder:
+        record(recorder, 0)
+    strangers = ["notes.txt", ".hidden", "data/chunk-007/file-007.parquet", "meta/episodes/x.tmp"]
+    for name in strangers:
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text("mine")
+    (root / "meta/.info.json.tmp").write_text("cut o")  # of a writer that was killed
+    with small_recorder(root) as recorder:
+        record(recorder, 1)
+    assert check_set(root) == 2
+    assert all((root / name).read_text() == "mine" for name in strangers)
+    assert leftovers(root) == sorted(strangers)
+    # Nor are they overwritten, which shows before anything is recorded.
+    (root / "data/chunk-000/file-002.parquet").write_text("mine")
+    with pytest.raises(FileExistsError, match="no episode of the set refers to it"):
+        _ = small_recorder(root).num_episodes
+    assert (root / "data/chunk-000/file-002.parquet").read_text() == "mine"
+
+
+def test_what_version_0_1_0_was_joining_when_it_was_killed_is_removed(tmp_path: Path) -> None:
+    """It joined episodes into new files; until the rows named them, only its list did."""
+    root = tmp_path / "set"
+    with small_recorder(root) as recorder:
+        for episode in range(2):
+            record(recorder, episode)
+    listed = [*move_back(root, "data", 1, 3), *move_back(root, VIDEO, 1, 3)]
+    listed += [("data", 0, 1)]  # this one is in use by now
+    (root / ".recording").mkdir()
+    (root / ".recording/joining.json").write_text(json.dumps(listed))
+    (root / ".recording/camera-0.mp4").write_text("cut o")
+    with small_recorder(root) as recorder:
+        record(recorder, 2)
+    assert check_set(root) == 3
+    assert leftovers(root) == []

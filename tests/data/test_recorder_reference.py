@@ -1,6 +1,7 @@
 """What the recorder writes is what LeRobot's own writers wrote, field by field."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from piston.data import open_dataset
+from piston.data import check_dataset, open_dataset
 from piston.data.recorder import Recorder
 
 from .recording_cases import files_of, video
 
 TASKS = ("Transfer cube", "Open the drawer")
 JOINTS = [f"j{i}" for i in range(14)]
+CAMERAS = ("observation.images.top", "observation.images.wrist")
 REFERENCE_FEATURES = {
     "observation.images.top": {"dtype": "video", "shape": (48, 64, 3)},
     "observation.images.wrist": {"dtype": "video", "shape": (48, 64, 3)},
@@ -34,68 +36,70 @@ def reference_image(episode: int, step: int, camera: str) -> np.ndarray:
     return (np.stack([red, green, blue], axis=-1) % 256).astype(np.uint8)
 
 
-def record_reference(source: Path, target: Path, version: str) -> None:
+def record_reference(source: Path, target: Path) -> None:
     tables = [pq.read_table(path) for path in sorted((source / "data").glob("*/*.parquet"))]
-    with Recorder(target, 25, REFERENCE_FEATURES, version=version) as recorder:
+    with Recorder(target, 25, REFERENCE_FEATURES) as recorder:
         for row in pa.concat_tables(tables).to_pylist():
             if row["frame_index"] == 0 and recorder.num_unsaved_frames:
                 recorder.save_episode()
             episode, step = row["episode_index"], row["frame_index"]
             frame = {key: np.float32(row[key]) for key in ("observation.state", "action")}
-            for camera in ("observation.images.top", "observation.images.wrist"):
+            for camera in CAMERAS:
                 frame[camera] = reference_image(episode, step, camera)
             recorder.add_frame(frame, TASKS[row["task_index"]])
         recorder.save_episode()
 
 
 @pytest.fixture(scope="module")
-def both(reference: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
-    """Version -> (what we wrote, what LeRobot wrote), from the same frames."""
-    sets = {}
-    for version, name in (("v3.0", "lerobot_v30"), ("v2.1", "lerobot_v21")):
-        source, target = reference / "datasets" / name, tmp_path_factory.mktemp("sets") / name
-        record_reference(source, target, version)
-        sets[version] = (target, source)
-    return sets
+def both(reference: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """What we wrote and what LeRobot wrote from the same frames."""
+    source, target = reference / "datasets/lerobot_v30", tmp_path_factory.mktemp("sets") / "set"
+    record_reference(source, target)
+    return target, source
 
 
-@pytest.mark.parametrize("version", ["v3.0", "v2.1"])
-def test_same_files_and_info_as_lerobot(both: dict[str, tuple[Path, Path]], version: str) -> None:
-    ours, theirs = both[version]
-    assert files_of(ours) == files_of(theirs)
+def test_same_files_and_info_as_lerobot(both: tuple[Path, Path]) -> None:
+    ours, theirs = both
+    assert files_of(ours / "meta") == files_of(theirs / "meta")
     # As text: also the order of the fields and whether numbers are whole.
     assert (ours / "meta/info.json").read_text() == (theirs / "meta/info.json").read_text()
+    # LeRobot puts several episodes into a file, we give each its own.
+    for folder in ("data", *(f"videos/{camera}" for camera in CAMERAS)):
+        [path] = (theirs / folder).glob("*/*")
+        names = [f"chunk-000/file-{episode:03d}{path.suffix}" for episode in range(3)]
+        assert files_of(ours / folder) == names
 
 
-@pytest.mark.parametrize("version", ["v3.0", "v2.1"])
-def test_same_data_tables_as_lerobot(both: dict[str, tuple[Path, Path]], version: str) -> None:
-    ours, theirs = both[version]
-    for path in sorted(theirs.glob("data/*/*.parquet")):
-        found, expected = pq.ParquetFile(ours / path.relative_to(theirs)), pq.ParquetFile(path)
-        assert found.schema_arrow.equals(expected.schema_arrow)
-        assert found.read().equals(expected.read())
-        assert row_groups(found) == row_groups(expected)
+def test_same_data_tables_as_lerobot(both: tuple[Path, Path]) -> None:
+    ours, theirs = both
+    found = [pq.ParquetFile(path) for path in sorted(ours.glob("data/*/*.parquet"))]
+    [expected] = [pq.ParquetFile(path) for path in theirs.glob("data/*/*.parquet")]
+    assert pa.concat_tables([file.read() for file in found]).equals(expected.read())
+    assert [n for file in found for n in row_groups(file)] == row_groups(expected)
+    for file in found:
+        assert file.schema_arrow.equals(expected.schema_arrow)
         described = [
-            json.loads(file.schema_arrow.metadata[b"huggingface"])["info"]
-            for file in (found, expected)
+            json.loads(one.schema_arrow.metadata[b"huggingface"])["info"]
+            for one in (file, expected)
         ]
-        if version == "v2.1":
-            # LeRobot releases for v2.1 use `datasets` before 4, which only knows the older name.
-            assert "List" not in json.dumps(described[0])
-            described[0] = json.loads(json.dumps(described[0]).replace("Sequence", "List"))
         assert described[0] == described[1]
         assert list(described[0]["features"]) == list(described[1]["features"])
 
 
-def test_same_episodes_and_tasks_as_lerobot_v30(both: dict[str, tuple[Path, Path]]) -> None:
-    ours, theirs = both["v3.0"]
+def test_same_episodes_and_tasks_as_lerobot(both: tuple[Path, Path]) -> None:
+    ours, theirs = both
     name = "meta/episodes/chunk-000/file-000.parquet"
     found, expected = pq.read_table(ours / name), pq.read_table(theirs / name)
     assert found.schema.equals(expected.schema)
+    lengths = expected["length"].to_pylist()
+    places = {"file_index": [0, 1, 2], "from_timestamp": [0, 0, 0]}
+    places["to_timestamp"] = [length / 25 for length in lengths]
     for column in expected.column_names:
-        if column.startswith("stats/"):
-            stat = column.rsplit("/", 1)[1]
-            close(found[column].to_pylist(), expected[column].to_pylist(), stat)
+        top, name = column.split("/")[0], column.rsplit("/", 1)[-1]
+        if top == "stats":
+            close(found[column].to_pylist(), expected[column].to_pylist(), name)
+        elif top in ("data", "videos") and name in places:
+            assert found[column].to_pylist() == places[name], column
         else:
             assert found[column].to_pylist() == expected[column].to_pylist(), column
     found, expected = (pq.read_table(root / "meta/tasks.parquet") for root in (ours, theirs))
@@ -106,8 +110,8 @@ def test_same_episodes_and_tasks_as_lerobot_v30(both: dict[str, tuple[Path, Path
     assert pandas[0] == pandas[1]
 
 
-def test_same_statistics_as_lerobot_v30(both: dict[str, tuple[Path, Path]]) -> None:
-    ours, theirs = (json.loads((root / "meta/stats.json").read_text()) for root in both["v3.0"])
+def test_same_statistics_as_lerobot(both: tuple[Path, Path]) -> None:
+    ours, theirs = (json.loads((root / "meta/stats.json").read_text()) for root in both)
     assert set(ours) == set(theirs)
     for key, stats in theirs.items():
         assert list(ours[key]) == list(stats)
@@ -115,29 +119,36 @@ def test_same_statistics_as_lerobot_v30(both: dict[str, tuple[Path, Path]]) -> N
             close(ours[key][stat], value, stat)
 
 
-def test_same_lines_as_lerobot_v21(both: dict[str, tuple[Path, Path]]) -> None:
-    ours, theirs = both["v2.1"]
-    for name in ("meta/episodes.jsonl", "meta/tasks.jsonl"):
-        assert (ours / name).read_text() == (theirs / name).read_text()
-    name = "meta/episodes_stats.jsonl"
-    for found, expected in zip(lines(ours / name), lines(theirs / name), strict=True):
-        assert found["episode_index"] == expected["episode_index"]
-        assert list(found["stats"]) == list(expected["stats"])
-        for key, stats in expected["stats"].items():
-            assert list(found["stats"][key]) == list(stats)
-            for stat, value in stats.items():
-                close(found["stats"][key][stat], value, stat)
-                assert type(innermost(found["stats"][key][stat])) is type(innermost(value))
-
-
-@pytest.mark.parametrize("version", ["v3.0", "v2.1"])
-def test_same_videos_as_lerobot(both: dict[str, tuple[Path, Path]], version: str) -> None:
-    ours, theirs = both[version]
-    for path in sorted(theirs.glob("videos/**/*.mp4")):
-        found, expected = video(ours / path.relative_to(theirs)), video(path)
-        assert found[:-1] == expected[:-1]
+def test_same_videos_as_lerobot(both: tuple[Path, Path]) -> None:
+    ours, theirs = both
+    for camera in CAMERAS:
+        found = [video(path) for path in sorted(ours.glob(f"videos/{camera}/*/*.mp4"))]
+        [joined] = [video(path) for path in theirs.glob(f"videos/{camera}/*/*.mp4")]
+        assert {one[:4] for one in found} == {joined[:4]}
+        assert sum(one[4] for one in found) == joined[4]
+        assert all(one[5] == joined[5][: one[4]] for one in found)
         # Two versions of the encoder need not agree to the bit, only on the picture.
-        assert np.abs(found[-1].astype(int) - expected[-1]).mean() < 3
+        pixels = np.concatenate([one[-1] for one in found]).astype(int)
+        assert np.abs(pixels - joined[-1]).mean() < 3
+
+
+def test_same_statistics_and_videos_as_lerobot_v21(reference: Path, tmp_path: Path) -> None:
+    """v2.1 has one file per episode as well."""
+    theirs, ours = reference / "datasets/lerobot_v21", tmp_path / "set"
+    record_reference(theirs, ours)
+    rows = pq.read_table(ours / "meta/episodes/chunk-000/file-000.parquet").to_pylist()
+    lines = (theirs / "meta/episodes_stats.jsonl").read_text().splitlines()
+    for row, line in zip(rows, map(json.loads, lines), strict=True):
+        assert row["episode_index"] == line["episode_index"]
+        for key, stats in line["stats"].items():
+            for stat, value in stats.items():
+                close(row[f"stats/{key}/{stat}"], value, stat)
+        for camera in CAMERAS:
+            index = row["episode_index"]
+            found = video(ours / f"videos/{camera}/chunk-000/file-{index:03d}.mp4")
+            expected = video(theirs / f"videos/chunk-000/{camera}/episode_{index:06d}.mp4")
+            assert found[:-1] == expected[:-1]
+            assert np.abs(found[-1].astype(int) - expected[-1]).mean() < 3
 
 
 def close(found: Any, expected: Any, stat: str) -> None:
@@ -153,30 +164,17 @@ def row_groups(file: pq.ParquetFile) -> list[int]:
     return [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def innermost(value: Any) -> Any:
-    return innermost(value[0]) if isinstance(value, list) else value
-
-
-@pytest.mark.parametrize("version", ["v3.0", "v2.1"])
-def test_continuing_a_set_of_lerobot(reference: Path, tmp_path: Path, version: str) -> None:
-    name = {"v3.0": "lerobot_v30", "v2.1": "lerobot_v21"}[version]
-    root = tmp_path / name
-    for path in (reference / "datasets" / name).rglob("*"):
-        if path.is_file():
-            copy = root / path.relative_to(reference / "datasets" / name)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_bytes(path.read_bytes())
+def test_continuing_a_set_of_lerobot(reference: Path, tmp_path: Path) -> None:
+    root = tmp_path / "set"
+    shutil.copytree(reference / "datasets/lerobot_v30", root)
+    joined = files_of(root)
     before = open_dataset(root)
     old = [before[i] for i in range(len(before))]
     with Recorder.open(root) as recorder:
         assert (recorder.num_episodes, recorder.num_frames) == (3, len(old))
         for step in range(6):
             frame = {key: np.full(14, step, np.float32) for key in ("observation.state", "action")}
-            for camera in ("observation.images.top", "observation.images.wrist"):
+            for camera in CAMERAS:
                 frame[camera] = reference_image(3, step, camera)
             recorder.add_frame(frame, "a new task")
         recorder.save_episode()
@@ -188,3 +186,7 @@ def test_continuing_a_set_of_lerobot(reference: Path, tmp_path: Path, version: s
     assert after[len(old) + 5]["task"] == "a new task"
     assert after[len(old) + 5]["action"][0] == 5
     assert list(after.metadata.tasks.values()) == [*TASKS, "a new task"]
+    # The files of several episodes stay as they are; the new episode has its own.
+    new = [f"videos/{camera}/chunk-000/file-001.mp4" for camera in CAMERAS]
+    assert files_of(root) == sorted([*joined, "data/chunk-000/file-001.parquet", *new])
+    assert check_dataset(root) == []

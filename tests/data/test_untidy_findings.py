@@ -213,7 +213,7 @@ def test_nan_is_not_converted(tmp_path):
 
 def test_a_task_that_would_not_be_used_is_refused(tmp_path):
     folder = Folder(tmp_path / "set", "v2.1")
-    with pytest.raises(ValueError, match="--task 'fold' would do nothing"):
+    with pytest.raises(ValueError, match="--task 'fold' would have no effect"):
         convert_to_v30(folder.root, tmp_path / "new", task="fold")
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from tests.data.recording_cases import as_v21
 from tests.data.synthetic import decode_in_order
 
 from piston.cli import verify
@@ -20,7 +21,8 @@ def record(root: Path, version: str, codec: str, lengths, fps: float, dim: int) 
     for key in ("observation.state", "action"):
         features[key] = {"dtype": "float32", "shape": (dim,)}
     random = np.random.default_rng(0)
-    with Recorder(root, fps, features, version=version, codec=codec) as recorder:
+    recorded = root if version == "v3.0" else root.with_name("recorded")
+    with Recorder(recorded, fps, features, codec=codec) as recorder:
         for episode, length in enumerate(lengths):
             for step in range(length):
                 frame = {
@@ -31,6 +33,8 @@ def record(root: Path, version: str, codec: str, lengths, fps: float, dim: int) 
                     frame[key] = random.normal(size=dim).astype(np.float32)
                 recorder.add_frame(frame, f"task {episode % 2}")
             recorder.save_episode()
+    if version == "v2.1":
+        as_v21(recorded, root)
 
 
 def expect(root: Path, horizon: int) -> dict[str, np.ndarray]:
@@ -61,10 +65,12 @@ def expect(root: Path, horizon: int) -> dict[str, np.ndarray]:
         }
         for camera in CAMERAS:
             if is_v3:
-                path = root / f"videos/{camera}/chunk-000/file-000.mp4"
-                number = step + round(
-                    spans[episode][f"videos/{camera}/from_timestamp"] * info["fps"]
-                )
+                span = {
+                    name: spans[episode][f"videos/{camera}/{name}"]
+                    for name in ("file_index", "from_timestamp")
+                }
+                path = root / f"videos/{camera}/chunk-000/file-{span['file_index']:03d}.mp4"
+                number = step + round(span["from_timestamp"] * info["fps"])
             else:
                 path = root / f"videos/chunk-000/{camera}/episode_{episode:06d}.mp4"
                 number = step

@@ -14,7 +14,7 @@ pytest.importorskip("metaworld", reason="needs the extra `sim`")
 from piston.cli import main
 from piston.cli.demo_job import process_tree
 from piston.data import check_dataset, open_dataset
-from piston.data.episode_store import RECORDING
+from piston.data.writer import RECORDING
 from piston.sim import RECORDING_SEEDS, make_environment, recording
 from piston.sim.recording import LOG, Recording, record
 

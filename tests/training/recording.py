@@ -73,9 +73,12 @@ def recorded(folder: Path, *, episodes: int, frames: int, **how: Any) -> dict[st
 
 
 def spoil(folder: Path, column: str, row: int, value: Any) -> None:
-    """Put a value into a row of a recorded set's only data file."""
-    (path,) = folder.glob("data/*/*.parquet")
-    table = pq.read_table(path)
+    """Put a value into a row of a recorded set."""
+    for path in sorted(folder.glob("data/*/*.parquet")):
+        table = pq.read_table(path)
+        if row < len(table):
+            break
+        row -= len(table)
     values = table[column].to_pylist()
     values[row] = value
     changed = pa.chunked_array([pa.array(values, table[column].type)])

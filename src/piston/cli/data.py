@@ -12,15 +12,14 @@ from rich.table import Table
 from rich.text import Text
 
 from piston.cli.console import console, table
-from piston.data.aloha_hdf5 import convert_aloha_hdf5
+from piston.data.aloha_hdf5 import SUFFIXES, convert_aloha_hdf5
 from piston.data.check import check_dataset, readable_cameras, readable_episodes, usable
 from piston.data.convert import Conversion, convert_to_v30
 from piston.data.format import Metadata, Problem, locate
-from piston.progress import ProgressBar
+from piston.progress import Progress, ProgressBar
 
 _MAX_PLACES = 20
 _COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
-_HDF5 = (".hdf5", ".h5")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +130,7 @@ def _info(path: str) -> int:
     return 0
 
 
-def _convert(chosen: Convert, progress: Any) -> Conversion:
+def _convert(chosen: Convert, progress: Progress) -> Conversion:
     shared: dict[str, Any] = {
         "codec": chosen.codec,
         "skip_broken": chosen.skip_broken,
@@ -150,7 +149,8 @@ def _convert(chosen: Convert, progress: Any) -> Conversion:
 
 
 def _is_hdf5(source: Path) -> bool:
-    return any(path.suffix in _HDF5 for path in (source.iterdir() if source.is_dir() else [source]))
+    files = source.iterdir() if source.is_dir() else [source]
+    return any(path.suffix in SUFFIXES for path in files)
 
 
 def _show_conversion(conversion: Conversion) -> None:

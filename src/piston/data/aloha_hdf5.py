@@ -1,13 +1,13 @@
-"""ALOHA's HDF5 episodes become a LeRobot v3.0 data set.
+"""Converting ALOHA's HDF5 episodes to a LeRobot v3.0 data set.
 
     /action                     (T, a)
     /observations/qpos          (T, s)         -> observation.state
-    /observations/qvel, effort  (T, s)         -> observation.velocity, observation.effort, if there
+    /observations/qvel, effort  (T, s)         -> observation.velocity, .effort (optional)
     /observations/images/CAM    (T, h, w, 3) uint8, or (T, bytes) JPEG padded with zeros
                                                -> observation.images.CAM
 
-Knows these files; the recorder does the writing. Compressed images hold what `cv2.imencode` was
-given, so decoding gives RGB for the usual recorders; raw images are taken as they are.
+Compressed images hold what `cv2.imencode` was given, so decoding gives RGB for the usual recorders;
+raw images are used as they are.
 """
 
 import importlib
@@ -22,13 +22,16 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image, UnidentifiedImageError
 
-from piston.data.convert import Conversion, Progress, writing_target
+from piston.data.convert import Conversion, check_target
+from piston.data.encoding import VideoEncoding
 from piston.data.features import FrameError
 from piston.data.recorder import Recorder
-from piston.data.video_encoding import VideoEncoding
+from piston.files import atomic_folder
+from piston.progress import Progress, no_progress
 
 logger = logging.getLogger(__name__)
 
+SUFFIXES = (".hdf5", ".h5")
 STATES = {
     "observation.state": "observations/qpos",
     "observation.velocity": "observations/qvel",
@@ -36,10 +39,12 @@ STATES = {
     "action": "action",
 }
 REQUIRED = ("observation.state", "action")
-IMAGES = "observations/images"
+CAMERA = "observation.images."
 _ARM = ("waist", "shoulder", "elbow", "forearm_roll", "wrist_angle", "wrist_rotate", "gripper")
 # Both arms, left first, as ALOHA's recorder concatenates them.
 JOINTS = [f"{side}_{joint}" for side in ("left", "right") for joint in _ARM]
+
+Features = dict[str, dict[str, Any]]
 
 
 def convert_aloha_hdf5(
@@ -47,7 +52,7 @@ def convert_aloha_hdf5(
     target: str | Path,
     task: str | Callable[[Path], str],
     fps: float = 50,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
     *,
     overwrite: bool = False,
     skip_broken: bool = False,
@@ -56,40 +61,32 @@ def convert_aloha_hdf5(
     codec: str | VideoEncoding | None = None,
     robot_type: str = "aloha",
 ) -> Conversion:
-    """Writes the episodes in a folder (or the files given) to `target`; it appears once complete.
+    """Write the episodes in a folder (or the given files) to `target`; it appears once complete.
 
-    `task` is the sentence for all episodes, or a function that gives it for a file. `bgr` says
-    that the files hold blue first. `images` is "video", or "image" for PNG without any loss.
+    `task` is the sentence for all episodes, or a function that returns it for a file. `bgr` says
+    that images hold blue first. `images` is "video", or "image" for lossless PNG.
     """
     if images not in ("video", "image"):
         raise ValueError(f'images must be "video" or "image", found {images!r}')
     files = episode_files(source)
-    features = _first_features(files, images, skip_broken)
-    broken, lengths = _check_files(files, features, skip_broken)
-    kept = [path for path in files if path not in broken]
-    total, done = sum(lengths[path] for path in kept), 0
-    sources = {path.parent.resolve() for path in files}
-    if Path(target).resolve() in sources:
-        raise ValueError(f"{target} holds the source files: choose another folder")
+    check_target(target, files)
+    features, lengths, broken = _check_files(files, images, skip_broken)
+    done = 0
     with (
-        writing_target(target, overwrite) as folder,
-        Recorder(folder, fps, features, robot_type, codec=codec) as recorder,
+        atomic_folder(Path(target), overwrite=overwrite) as folder,
+        Recorder(folder, fps, features, robot_type, codec) as recorder,
     ):
-        for path in kept:
+        for path, length in lengths.items():
             sentence = task if isinstance(task, str) else task(path)
             try:
                 _record(recorder, path, features, bgr, sentence)
             except ValueError as error:
                 recorder.discard_episode()
-                if not skip_broken:
-                    raise
-                logger.warning("left out: %s", error)
-                broken[path] = str(error)
+                _skip(path, error, broken, skip_broken)
             else:
                 recorder.save_episode()
-            done += lengths[path]
-            if progress is not None:
-                progress(done, total)
+            done += length
+            progress(done, sum(lengths.values()))
         if len(broken) == len(files):
             raise ValueError(f"none of the {len(files)} files can be converted")
         num_episodes, num_frames = recorder.num_episodes, recorder.num_frames
@@ -97,30 +94,19 @@ def convert_aloha_hdf5(
     return Conversion(Path(target), num_episodes, num_frames, skipped)
 
 
-def _record(
-    recorder: Recorder, path: Path, features: dict[str, Any], bgr: bool, sentence: str
-) -> None:
-    for step, frame in enumerate(_frames(path, features, bgr)):
-        try:
-            recorder.add_frame(frame, sentence)
-        except FrameError as error:
-            raise ValueError(f"{path}, step {step}: {error}") from error
-
-
 def episode_files(source: str | Path | Sequence[str | Path]) -> list[Path]:
-    """The files in the order of their numbers: episode_2 before episode_10."""
+    """Return the files in the order of their numbers: episode_2 before episode_10."""
     if not isinstance(source, str | Path):
         files = [Path(path) for path in source]
     elif Path(source).is_dir():
-        files = [p for p in Path(source).iterdir() if p.suffix in (".hdf5", ".h5")]
+        files = [path for path in Path(source).iterdir() if path.suffix in SUFFIXES]
         files.sort(key=_by_number)
     else:
         files = [Path(source)]
-    missing = [str(path) for path in files if not path.is_file()]
-    if missing or not files:
-        raise FileNotFoundError(
-            f"not there: {', '.join(missing)}" if missing else f"no .hdf5 files in {source}"
-        )
+    if missing := [str(path) for path in files if not path.is_file()]:
+        raise FileNotFoundError(f"these files do not exist: {', '.join(missing)}")
+    if not files:
+        raise FileNotFoundError(f"no .hdf5 files in {source}")
     return files
 
 
@@ -129,9 +115,16 @@ def _by_number(path: Path) -> list[Any]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
 
+def _skip(path: Path, error: ValueError, broken: dict[Path, str], skip_broken: bool) -> None:
+    if not skip_broken:
+        raise error
+    logger.warning("left out: %s", error)
+    broken[path] = str(error)
+
+
 def _open(path: Path) -> Any:
     try:
-        h5py = importlib.import_module("h5py")  # only needed here: an extra
+        h5py = importlib.import_module("h5py")  # an extra that only this module needs
     except ImportError as error:
         raise ImportError("HDF5 files need h5py. Install it: pip install 'piston[hdf5]'") from error
     try:
@@ -140,68 +133,62 @@ def _open(path: Path) -> Any:
         raise ValueError(f"{path} is not a readable HDF5 file: {error}") from error
 
 
-def _first_features(files: Sequence[Path], images: str, skip_broken: bool) -> dict[str, Any]:
-    """Of the first file; of the first that can be read where others are skipped."""
+def _check_files(
+    files: Sequence[Path], images: str, skip_broken: bool
+) -> tuple[Features, dict[Path, int], dict[Path, str]]:
+    """Look at every file before anything is written.
+
+    Return the features of the first episode, the lengths of all that have them, and what is wrong
+    with the others.
+    """
+    features: Features = {}
+    lengths: dict[Path, int] = {}
+    broken: dict[Path, str] = {}
     for path in files:
         try:
             with _open(path) as file:
-                return _features(file, images)
-        except ValueError:
-            if not skip_broken:
-                raise
-    raise ValueError(f"none of the {len(files)} files can be converted")
+                features = features or _features(file, images)
+                lengths[path] = _length(file, features)
+        except ValueError as error:
+            _skip(path, error, broken, skip_broken)
+    if not lengths:
+        raise ValueError(f"none of the {len(files)} files can be converted")
+    return features, lengths, broken
 
 
-def _features(file: Any, images: str) -> dict[str, dict[str, Any]]:
-    """What the file holds, cameras first."""
-    features: dict[str, dict[str, Any]] = {}
-    for camera in sorted(file.get(IMAGES, ())):
-        height, width, _ = _image(file[IMAGES][camera], 0).shape
-        key = f"observation.images.{camera}"
-        features[key] = {"dtype": images, "shape": (height, width, 3)}
+def _features(file: Any, images: str) -> Features:
+    """Return what the file holds, cameras first."""
+    features: Features = {}
+    for camera in sorted(file.get("observations/images", ())):
+        height, width, _ = _image(file[_name(CAMERA + camera)], 0).shape
+        features[CAMERA + camera] = {"dtype": images, "shape": (height, width, 3)}
     for key, name in STATES.items():
         if name in file:
             size = file[name].shape[1]
             names = JOINTS if size == len(JOINTS) else [f"motor_{i}" for i in range(size)]
             features[key] = {"dtype": "float32", "shape": (size,), "names": names}
         elif key in REQUIRED:
-            raise ValueError(f"{file.filename} is no ALOHA episode: it has no /{name}")
+            raise ValueError(f"{file.filename} is not an ALOHA episode: it has no /{name}")
     used = {*STATES.values(), "observations", "compress_len"}
-    unused = [f"/{name}" for name in file if name not in used]
-    if unused:
+    if unused := [f"/{name}" for name in file if name not in used]:
         logger.warning("%s: not converted: %s", file.filename, ", ".join(unused))
     return features
 
 
-def _check_files(
-    files: Sequence[Path], features: dict[str, Any], skip_broken: bool
-) -> tuple[dict[Path, str], dict[Path, int]]:
-    """Looks at every file before anything is written: what is wrong, how long the others are."""
-    broken: dict[Path, str] = {}
-    lengths: dict[Path, int] = {}
-    for path in files:
-        try:
-            with _open(path) as file:
-                lengths[path] = _length(file, features)
-        except ValueError as error:
-            if not skip_broken:
-                raise
-            logger.warning("left out: %s", error)
-            broken[path] = str(error)
-    if len(broken) == len(files):
-        raise ValueError(f"none of the {len(files)} files can be converted")
-    return broken, lengths
+def _name(key: str) -> str:
+    """Return the name of a feature in the file."""
+    return STATES.get(key) or f"observations/images/{key.removeprefix(CAMERA)}"
 
 
-def _length(file: Any, features: dict[str, Any]) -> int:
+def _length(file: Any, features: Features) -> int:
     found = {}
     for key, entry in features.items():
-        name = STATES.get(key, f"{IMAGES}/{key.removeprefix('observation.images.')}")
+        name = _name(key)
         if name not in file:
             raise ValueError(f"{file.filename} has no /{name}, which the first episode has")
         found[name] = len(file[name])
-        if key in STATES and file[name].shape[1:] != entry["shape"]:
-            shape = file[name].shape[1:]
+        shape = file[name].shape[1:]
+        if key in STATES and shape != entry["shape"]:
             raise ValueError(
                 f"{file.filename}: /{name} has shape {shape}, the first episode {entry['shape']}"
             )
@@ -210,41 +197,41 @@ def _length(file: Any, features: dict[str, Any]) -> int:
     return found["action"]
 
 
-def _frames(path: Path, features: dict[str, Any], bgr: bool) -> Iterator[dict[str, np.ndarray]]:
+def _record(recorder: Recorder, path: Path, features: Features, bgr: bool, sentence: str) -> None:
     try:
         with _open(path) as file:
-            yield from _steps(file, features, bgr)
-    except OSError as error:  # a damaged part is only met when it is read
+            for step, frame in enumerate(_frames(file, features, bgr)):
+                try:
+                    recorder.add_frame(frame, sentence)
+                except FrameError as error:
+                    raise ValueError(f"{path}, step {step}: {error}") from error
+    except OSError as error:  # damage is only found when the part is read
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
-def _steps(file: Any, features: dict[str, Any], bgr: bool) -> Iterator[dict[str, np.ndarray]]:
+def _frames(file: Any, features: Features, bgr: bool) -> Iterator[dict[str, np.ndarray]]:
     states = {key: file[STATES[key]][:].astype(np.float32) for key in features if key in STATES}
-    cameras = {
-        key: file[IMAGES][key.removeprefix("observation.images.")]
-        for key in features
-        if key not in STATES
-    }
+    cameras = {key: file[_name(key)] for key in features if key not in STATES}
     for step in range(len(states["action"])):
         frame = {key: values[step] for key, values in states.items()}
-        for key, pictures in cameras.items():
-            picture = _image(pictures, step)
-            frame[key] = picture[:, :, ::-1] if bgr else picture
+        for key, images in cameras.items():
+            image = _image(images, step)
+            frame[key] = image[:, :, ::-1] if bgr else image
         yield frame
 
 
-def _image(pictures: Any, step: int) -> UInt8[np.ndarray, "h w 3"]:
-    where = f"{pictures.file.filename}: {pictures.name}, step {step}"
-    if pictures.ndim == 4:
-        return np.asarray(pictures[step])
-    if pictures.ndim not in (1, 2):
+def _image(images: Any, step: int) -> UInt8[np.ndarray, "h w 3"]:
+    where = f"{images.file.filename}: {images.name}, step {step}"
+    if images.ndim == 4:
+        return np.asarray(images[step])
+    if images.ndim not in (1, 2):
         raise ValueError(
-            f"{where}: shape {pictures.shape} is neither raw (T, h, w, 3) nor JPEG (T, bytes)"
+            f"{where}: shape {images.shape} is neither raw (T, h, w, 3) nor JPEG (T, bytes)"
         )
-    data = np.asarray(pictures[step], dtype=np.uint8).tobytes()
+    data = np.asarray(images[step], dtype=np.uint8).tobytes()
     try:
-        # JPEG ends with its own marker; the zeros that fill up the row come after it.
-        with Image.open(io.BytesIO(data)) as picture:
-            return np.array(picture.convert("RGB"))
+        # JPEG ends with its own marker; the zeros that fill the row come after it.
+        with Image.open(io.BytesIO(data)) as image:
+            return np.array(image.convert("RGB"))
     except (UnidentifiedImageError, OSError) as error:
         raise ValueError(f"{where}: the compressed image cannot be decoded") from error

@@ -1,46 +1,55 @@
-"""LeRobot v2.0 and v2.1 become v3.0.
+"""Converting LeRobot v2.0 and v2.1 data sets to v3.0.
 
-Knows which parts of an episode are kept as they are, computed anew or encoded anew; reading and
-writing are done by the readers and the store. Video is copied packet by packet, so its frames stay
-exactly what they were, unless the file cannot be shared (an unusual codec, more frames than rows).
-
-Statistics of columns are computed anew, with quantiles. Those of images are carried over where the
-source has them for every episode, because computing them means decoding; then, as in the source,
-they have no quantiles.
+Videos are linked or copied unchanged, unless the codec is unusual or the frames do not fit the rows
+in number or time: then they are encoded anew. Statistics of columns are computed, with quantiles.
+Those of images are taken from the source if it has them for every episode, because computing them
+means decoding; they have no quantiles then.
 """
 
 import contextlib
 import dataclasses
 import logging
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from piston.data.check import inspect_files
-from piston.data.episode_store import plain_fps
-from piston.data.features import BOOKKEEPING, IMAGE_NAMES, Features
+from piston.data.columns import decode_image, to_array
+from piston.data.encoding import VideoEncoding, VideoThread, probe_video
+from piston.data.episode_stats import (
+    EpisodeStats,
+    FeatureStats,
+    frame_histogram,
+    image_stats,
+    sampled_frames,
+)
+from piston.data.features import BOOKKEEPING, IMAGE_NAMES, Features, cameras, image_columns
 from piston.data.format import Episode, Metadata
 from piston.data.recorder import choose_encoding
-from piston.data.store_v30 import StoreV30, new_info_v30
-from piston.data.v2_episodes import SourceEpisodes, carried_image_stats
-from piston.data.video import VideoReader
-from piston.data.video_encoding import VideoEncoding
+from piston.data.video import TOLERANCE_S, VideoReader
+from piston.data.writer import RECORDING, DatasetWriter, NewEpisode, new_info
+from piston.files import atomic_folder, link_or_copy, read_json_lines
+from piston.progress import Progress, no_progress
 
 logger = logging.getLogger(__name__)
 
-# Called with the frames done so far and their total.
-Progress = Callable[[int, int], None]
+# Codecs that every reader of LeRobot sets can decode.
+KEPT_CODECS = ("av1", "h264", "hevc", "mpeg4", "vp9")
+CARRIED_STATS = ("min", "max", "mean", "std", "count")
 
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """What was written, and what was not."""
+    """What was written and what was not."""
 
     target: Path
     num_episodes: int
     num_frames: int
-    skipped: Mapping[str, str]  # episode or file -> why it is not there
+    skipped: Mapping[str, str]  # episode or file -> why it was left out
     ignored: tuple[str, ...] = ()  # declared features without any data
     num_encoded: int = 0  # videos that had to be encoded anew
     num_retimed: int = 0  # episodes whose time stamps were not frame / fps, and are now
@@ -49,18 +58,15 @@ class Conversion:
 def convert_to_v30(
     source: str | Path,
     target: str | Path,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
     *,
     overwrite: bool = False,
     skip_broken: bool = False,
     recompute_image_stats: bool = False,
     codec: str | VideoEncoding | None = None,
     task: str | None = None,
-    chunks_size: int = 1000,
-    data_files_size_in_mb: float = 100,
-    video_files_size_in_mb: float = 200,
 ) -> Conversion:
-    """Writes the v2.x set `source` to `target` as v3.0; `target` appears only once it is complete.
+    """Write the v2.x set `source` to `target` as v3.0; `target` appears only once it is complete.
 
     Episodes that cannot be read to the end are an error, or left out with `skip_broken`. `codec` is
     for videos that must be encoded anew, `task` for episodes that name none.
@@ -68,6 +74,7 @@ def convert_to_v30(
     metadata = Metadata.read(source)
     if metadata.version == "v3.0":
         raise ValueError(f"{source} is v3.0 already: there is nothing to convert")
+    check_target(target, [metadata.root])
     findings = inspect_files(metadata, metadata.episodes)
     broken = {i: problem.what for i, problem in findings.left_out(metadata.cameras).items()}
     if broken and not skip_broken:
@@ -80,50 +87,44 @@ def convert_to_v30(
         raise ValueError(f"{source}: no episode can be read, the first: {_first(broken)}")
     if task is not None and all(episode.tasks for episode in kept):
         raise ValueError(
-            f"{source}: all episodes name their tasks, --task {task!r} would do nothing: do without"
+            f"{source}: all episodes name their tasks, --task {task!r} would have no effect: "
+            "leave it out"
         )
     features, ignored = _target_features(metadata, kept, findings.stored)
-    sizes = {
-        "chunks_size": chunks_size,
-        "data_files_size_in_mb": data_files_size_in_mb,
-        "video_files_size_in_mb": video_files_size_in_mb,
-    }
-    info = new_info_v30(plain_fps(metadata.fps), features, metadata.robot_type) | sizes
-    with writing_target(target, overwrite, source=Path(source)) as folder:
-        store = StoreV30(folder, info)
-        store.start()
-        store.add_tasks([text for _, text in sorted(metadata.tasks.items())])
-        stats = {} if recompute_image_stats else carried_image_stats(metadata, features)
-        reader = SourceEpisodes(metadata, features, folder, stats, choose_encoding(codec), task)
+    stats = {} if recompute_image_stats else _stored_image_stats(metadata, features)
+    with atomic_folder(Path(target), overwrite=overwrite) as folder:
+        writer = DatasetWriter(folder, new_info(metadata.fps, features, metadata.robot_type))
+        writer.start()
+        writer.add_tasks(text for _, text in sorted(metadata.tasks.items()))
+        reader = _SourceReader(metadata, features, folder, stats, choose_encoding(codec), task)
         total, done = sum(episode.length for episode in kept), 0
         for episode in kept:
             try:
-                finished = reader.read(episode)
+                converted = reader.read(episode)
             except (ValueError, FileNotFoundError) as error:
                 if not skip_broken:
                     error.add_note(
-                        f"in episode {episode.index}; to leave such out: --skip-broken "
+                        f"in episode {episode.index}; to leave such episodes out: --skip-broken "
                         "(skip_broken=True)"
                     )
                     raise
                 broken[episode.index] = str(error)
             else:
-                store.add_episode(finished)
+                writer.add_episode(converted)
             done += episode.length
-            if progress is not None:
-                progress(done, total)
-        if not store.num_episodes:
+            progress(done, total)
+        if not writer.num_episodes:
             raise ValueError(f"{source}: no episode can be read, the first: {_first(broken)}")
-        store.close()
-        written = {"num_episodes": store.num_episodes, "num_frames": store.num_frames}
+        writer.close()
     if reader.num_retimed:
         logger.warning(
-            "%s: time stamps of %d episodes were not frame / fps: written so",
+            "%s: the time stamps of %d episodes were not frame / fps; they are in the new set",
             *(source, reader.num_retimed),
         )
     return Conversion(
         target=Path(target),
-        **written,
+        num_episodes=writer.num_episodes,
+        num_frames=writer.num_frames,
         skipped={f"episode {index}": what for index, what in sorted(broken.items())},
         ignored=ignored,
         num_encoded=reader.num_encoded,
@@ -131,34 +132,17 @@ def convert_to_v30(
     )
 
 
-@contextlib.contextmanager
-def writing_target(
-    target: str | Path, overwrite: bool, source: Path | None = None
-) -> Iterator[Path]:
-    """A folder beside `target` that takes its name at the end, or goes on an error."""
-    target = Path(target)
-    if source is not None and target.resolve() == source.resolve():
-        raise ValueError(f"{target} is the source itself: choose another folder")
-    if target.exists() and not overwrite:
-        raise FileExistsError(
-            f"{target} exists already: choose another folder, or replace it with --overwrite "
-            "(overwrite=True)"
-        )
-    folder = target.with_name(f".{target.name}.converting")
-    shutil.rmtree(folder, ignore_errors=True)
-    try:
-        yield folder
-        if target.exists():
-            shutil.rmtree(target)
-        folder.rename(target)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+def check_target(target: str | Path, sources: Iterable[Path]) -> None:
+    """Raise ValueError if replacing `target` would delete a source."""
+    folder = Path(target).resolve()
+    if any(source.resolve().is_relative_to(folder) for source in sources):
+        raise ValueError(f"{target} holds the source files: choose another folder")
 
 
 def _target_features(
     metadata: Metadata, kept: Sequence[Episode], stored: frozenset[str]
 ) -> tuple[Features, tuple[str, ...]]:
-    """Features with data behind them, bookkeeping last; and the names of those without."""
+    """Return the features that have data, bookkeeping last, and the names of the others."""
     features: Features = {}
     ignored = []
     for key, entry in metadata.info["features"].items():
@@ -167,9 +151,7 @@ def _target_features(
             continue
         if key not in (metadata.cameras if is_video else stored):
             ignored.append(key)
-            logger.warning(
-                "%s: feature %r is declared but has no data: left out", metadata.root, key
-            )
+            logger.warning("%s: feature %r is declared but has no data", metadata.root, key)
             continue
         features[key] = {
             "dtype": entry["dtype"],
@@ -177,27 +159,174 @@ def _target_features(
             "names": entry.get("names"),
         }
         if is_video:
-            features[key] |= _actual_size(metadata, kept, key, features[key])
+            features[key] |= _actual_size(metadata, kept, key, features[key]["shape"])
     return features | {key: dict(entry) for key, entry in BOOKKEEPING.items()}, tuple(ignored)
 
 
 def _actual_size(
-    metadata: Metadata, kept: Sequence[Episode], camera: str, entry: Mapping[str, Any]
+    metadata: Metadata, kept: Sequence[Episode], camera: str, declared: list[int]
 ) -> dict[str, Any]:
-    """The size of the frames that are there, where the declaration says otherwise."""
+    """Return the size of the camera's frames if it is not the declared one."""
     if metadata.features[camera].video.get("video.is_depth_map"):
         raise ValueError(f"{metadata.root}: {camera} is a depth video, which cannot be converted")
-    spans = [e.videos[camera] for e in kept if camera in e.videos]
-    with contextlib.closing(VideoReader(metadata.root / spans[0].path)) as reader:
-        height, width = reader.size
-    if sorted(entry["shape"]) == sorted([height, width, 3]):
+    path = next(episode.videos[camera].path for episode in kept if camera in episode.videos)
+    info, _ = probe_video(metadata.root / path, metadata.fps)
+    found = [info["video.height"], info["video.width"], 3]
+    if sorted(declared) == sorted(found):
         return {}
-    found = [height, width, 3]
     logger.warning(
-        "%s: %s is declared as %s, its frames are %s: written so",
-        *(metadata.root, camera, entry["shape"], found),
+        "%s: %s is declared as %s, its frames are %s; the new set declares these",
+        *(metadata.root, camera, declared, found),
     )
     return {"shape": found, "names": IMAGE_NAMES}
+
+
+def _stored_image_stats(metadata: Metadata, features: Features) -> dict[int, EpisodeStats]:
+    """Return the source's image statistics by episode; none unless every episode has them."""
+    keys = cameras(features) + image_columns(features)
+    stored: dict[int, EpisodeStats] = {}
+    for _, row in read_json_lines(metadata.root / "meta" / "episodes_stats.jsonl"):
+        stats = {key: ((row or {}).get("stats") or {}).get(key, {}) for key in keys}
+        if row is not None and all(set(CARRIED_STATS) <= set(found) for found in stats.values()):
+            stored[row["episode_index"]] = {
+                key: {name: np.array(found[name]) for name in CARRIED_STATS}
+                for key, found in stats.items()
+            }
+    complete = all(episode.index in stored for episode in metadata.episodes)
+    return stored if complete else {}
+
+
+class _SourceReader:
+    """Reads episodes of a v2.x set for the writer; counts what could not be kept as it was."""
+
+    def __init__(
+        self,
+        metadata: Metadata,
+        features: Features,
+        folder: Path,
+        stats: Mapping[int, EpisodeStats],
+        encoding: VideoEncoding,
+        task: str | None,
+    ) -> None:
+        self._metadata = metadata
+        self._features = features
+        self._folder = folder
+        self._stats = stats
+        self._encoding = encoding
+        self._task = task
+        self.num_encoded = 0
+        self.num_retimed = 0
+
+    def read(self, episode: Episode) -> NewEpisode:
+        path = self._metadata.root / episode.data_path
+        try:
+            with pq.ParquetFile(path) as file:
+                stored = set(file.schema_arrow.names)
+                table = file.read(columns=[key for key in self._features if key in stored])
+        except (pa.ArrowException, OSError) as error:
+            raise ValueError(f"{path} cannot be read: {error}") from None
+        columns = self._columns(table, path)
+        return NewEpisode(
+            columns=columns,
+            frame_tasks=self._frame_tasks(episode, table, path),
+            videos={camera: self._video(episode, camera) for camera in cameras(self._features)},
+            image_stats=self._stats.get(episode.index) or self._image_stats(episode, columns),
+            timestamps=self._timestamps(table, path),
+            tasks=episode.tasks or None,
+        )
+
+    def _columns(self, table: pa.Table, path: Path) -> dict[str, Any]:
+        columns: dict[str, Any] = {}
+        for key, entry in self._features.items():
+            if entry["dtype"] == "image":
+                cells = table[key].to_pylist()
+                columns[key] = [_image_bytes(cell, self._metadata.root) for cell in cells]
+            elif entry["dtype"] != "video" and key not in BOOKKEEPING:
+                values = to_array(table[key], tuple(entry["shape"]), path, key)
+                columns[key] = _as_declared(values, entry, key, path)
+        return columns
+
+    def _timestamps(self, table: pa.Table, path: Path) -> np.ndarray | None:
+        """Return the source's own, unless they differ from those of the video frames."""
+        if "timestamp" not in table.column_names:
+            return None
+        times = to_array(table["timestamp"], (), path, "timestamp").reshape(-1)
+        if np.abs(times - np.arange(len(times)) / self._metadata.fps).max() < TOLERANCE_S:
+            return times
+        self.num_retimed += 1
+        return None
+
+    def _frame_tasks(self, episode: Episode, table: pa.Table, path: Path) -> list[str]:
+        default = episode.tasks[0] if episode.tasks else self._task
+        texts = [default] * episode.length
+        if "task_index" in table.column_names and self._metadata.tasks:
+            numbers = to_array(table["task_index"], (), path, "task_index").reshape(-1)
+            texts = [self._metadata.tasks.get(int(number), default) for number in numbers]
+        found = [text for text in texts if text is not None]
+        if len(found) < len(texts):
+            raise ValueError(
+                f"{path}: episode {episode.index} names no task. Give one for such episodes: --task"
+            )
+        return found
+
+    def _video(self, episode: Episode, camera: str) -> Path:
+        """Put the episode's video into the .recording folder, encoded anew if necessary."""
+        source, fps = self._metadata.root / episode.videos[camera].path, self._metadata.fps
+        copy = self._folder / RECORDING / f"{camera}.mp4"
+        info, times = probe_video(source, fps)
+        expected = np.arange(episode.length) / fps
+        fits = len(times) == len(expected) and np.abs(times - expected).max() < TOLERANCE_S
+        if fits and info["video.codec"] in KEPT_CODECS:
+            # Resolved: a link to a symbolic link would be a symbolic link.
+            link_or_copy(source.resolve(), copy)
+            return copy
+        shape = (info["video.height"], info["video.width"])
+        self._encoding.check(camera, *shape)
+        thread = VideoThread(camera, copy, fps, shape, self._encoding)
+        try:
+            with contextlib.closing(VideoReader(source)) as reader:
+                for time in expected:
+                    thread.add(reader.frames_at([time])[0])
+        except BaseException:
+            thread.cancel()
+            raise
+        thread.finish()
+        self.num_encoded += 1
+        return copy
+
+    def _image_stats(self, episode: Episode, columns: Mapping[str, Any]) -> dict[str, FeatureStats]:
+        sample = sampled_frames(episode.length)
+        stats = {}
+        for camera in cameras(self._features):
+            path = self._metadata.root / episode.videos[camera].path
+            with contextlib.closing(VideoReader(path)) as reader:
+                images = (reader.frames_at([i / self._metadata.fps])[0] for i in sample)
+                stats[camera] = image_stats([frame_histogram(image) for image in images])
+        for key in image_columns(self._features):
+            images = (decode_image(columns[key][i], self._metadata.root) for i in sample)
+            stats[key] = image_stats([frame_histogram(image) for image in images])
+        return stats
+
+
+def _as_declared(values: np.ndarray, entry: Mapping[str, Any], key: str, path: Path) -> np.ndarray:
+    if entry["dtype"] == "string":
+        return values
+    shape, dtype = tuple(entry["shape"]), np.dtype(entry["dtype"])
+    if values[0].size != np.prod(shape) or not np.can_cast(values.dtype, dtype, "same_kind"):
+        raise ValueError(
+            f"{path}: {key} is {values.dtype}{list(values.shape[1:])}, "
+            f"declared {dtype}{list(shape)}"
+        )
+    if values.dtype.kind == "f" and not np.isfinite(values).all():
+        row = int(np.flatnonzero(~np.isfinite(values.reshape(len(values), -1)).all(axis=1))[0])
+        raise ValueError(f"{path}: {key} is NaN or infinite in row {row}")
+    return values.astype(dtype).reshape(len(values), *shape)
+
+
+def _image_bytes(cell: Any, root: Path) -> bytes:
+    if isinstance(cell, Mapping) and cell.get("bytes") is None and cell.get("path") is not None:
+        return (root / cell["path"]).read_bytes()
+    return cell["bytes"] if isinstance(cell, Mapping) else cell
 
 
 def _first(broken: Mapping[int, str]) -> str:

@@ -1,12 +1,11 @@
-"""LeRobot's tables in Arrow: the data of an episode, the episodes, the tasks.
+"""LeRobot's v3.0 tables in Arrow: the data of an episode, the list of episodes, the tasks.
 
-Knows the exact column types and the schema metadata that other readers look for (Hugging Face
-`datasets` reads the `huggingface` entry, pandas the `pandas` entry). Knows nothing of where files
-go.
+The column types and the schema metadata are those that other readers expect: Hugging Face
+`datasets` reads the `huggingface` entry, pandas the `pandas` entry.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,57 +13,32 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from piston.data.episode_stats import EpisodeStats
+from piston.data.episode_stats import STAT_NAMES, EpisodeStats
 from piston.data.features import Features, cameras
 from piston.files import atomic_file
 
-# What `datasets` calls the nested array types of two to five dimensions.
+# The name of array types of two to five dimensions in `datasets`.
 _ARRAY_TYPE = "datasets.features.features.Array{}DExtensionType"
 _IMAGE_TYPE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
 
 def write_table(table: pa.Table, path: Path) -> None:
-    """One row group, whole or not at all."""
+    """Write one row group, completely or not at all."""
     with atomic_file(path) as temporary:
         pq.write_table(table, temporary, row_group_size=max(len(table), 1))
 
 
-def concatenate_parquet(sources: Iterable[Path], target: Path) -> None:
-    """The rows of all sources in one file, row groups kept (one per episode)."""
-    with atomic_file(target) as temporary:
-        writer: pq.ParquetWriter | None = None
-        try:
-            for source in sources:
-                with pq.ParquetFile(source) as file:
-                    writer = writer or pq.ParquetWriter(temporary, file.schema_arrow)
-                    for number in range(file.num_row_groups):
-                        group = file.read_row_group(number)
-                        writer.write_table(group, row_group_size=max(len(group), 1))
-        finally:
-            if writer is not None:
-                writer.close()
+def data_table(columns: Mapping[str, Any], features: Features) -> pa.Table:
+    """Return the rows of one episode: every feature that is not a video.
 
-
-def data_schema(features: Features, list_name: str = "List") -> pa.Schema:
-    """Columns of a data file: every feature that is not a video.
-
-    `list_name` is what `datasets` calls a list: "List" since version 4, which no older version
-    knows; "Sequence" before, which all versions know.
+    Numeric columns are (n, *shape) arrays, image columns lists of encoded images.
     """
     stored = {key: entry for key, entry in features.items() if entry["dtype"] != "video"}
     fields = [_data_field(key, entry) for key, entry in stored.items()]
-    described = {key: _hugging_face_type(entry, list_name) for key, entry in stored.items()}
+    described = {key: _hugging_face_type(entry) for key, entry in stored.items()}
     metadata = {"huggingface": json.dumps({"info": {"features": described}})}
-    return pa.schema(fields, metadata=metadata)
-
-
-def data_table(columns: Mapping[str, Any], features: Features, list_name: str = "List") -> pa.Table:
-    """Rows of one episode. Numeric columns are (n, *shape) arrays, image columns lists of PNG
-    bytes.
-    """
-    schema = data_schema(features, list_name)
-    arrays = [_data_array(columns[field.name], features[field.name]) for field in schema]
-    return pa.Table.from_arrays(arrays, schema=schema)
+    arrays = [_data_array(columns[key], entry) for key, entry in stored.items()]
+    return pa.Table.from_arrays(arrays, schema=pa.schema(fields, metadata=metadata))
 
 
 def _value_type(dtype: str) -> pa.DataType:
@@ -81,32 +55,35 @@ def _data_field(key: str, entry: dict[str, Any]) -> pa.Field:
         return pa.field(key, value_type)
     if len(shape) == 1:
         return pa.field(key, pa.list_(value_type, shape[0]))
-    for _ in shape:
-        value_type = pa.list_(value_type)
-    # `datasets` stores these as an extension type over plain lists; the metadata says so without
-    # importing it.
+    # `datasets` stores these as an extension type over plain lists.
     extension = {
         "ARROW:extension:name": _ARRAY_TYPE.format(len(shape)),
         "ARROW:extension:metadata": json.dumps([shape, entry["dtype"]]),
     }
-    return pa.field(key, value_type, metadata=extension)
+    return pa.field(key, _nested(value_type, len(shape)), metadata=extension)
 
 
-def _hugging_face_type(entry: dict[str, Any], list_name: str) -> dict[str, Any]:
+def _nested(value_type: pa.DataType, depth: int) -> pa.DataType:
+    for _ in range(depth):
+        value_type = pa.list_(value_type)
+    return value_type
+
+
+def _hugging_face_type(entry: dict[str, Any]) -> dict[str, Any]:
     if entry["dtype"] == "image":
         return {"_type": "Image"}
     shape = entry["shape"]
+    value = {"dtype": entry["dtype"], "_type": "Value"}
     if shape == [1]:
-        return {"dtype": entry["dtype"], "_type": "Value"}
+        return value
     if len(shape) == 1:
-        value = {"dtype": entry["dtype"], "_type": "Value"}
-        return {"feature": value, "length": shape[0], "_type": list_name}
+        return {"feature": value, "length": shape[0], "_type": "List"}
     return {"shape": shape, "dtype": entry["dtype"], "_type": f"Array{len(shape)}D"}
 
 
 def _data_array(values: Any, entry: dict[str, Any]) -> pa.Array:
     if entry["dtype"] == "image":
-        return pa.array([{"bytes": png, "path": None} for png in values], type=_IMAGE_TYPE)
+        return pa.array([{"bytes": data, "path": None} for data in values], type=_IMAGE_TYPE)
     if entry["dtype"] == "string":
         return pa.array(list(values), type=pa.string())
     shape = entry["shape"]
@@ -123,50 +100,49 @@ def _data_array(values: Any, entry: dict[str, Any]) -> pa.Array:
 
 
 def episodes_schema(features: Features, stats: Mapping[str, Sequence[str]]) -> pa.Schema:
-    """Columns of meta/episodes. `stats` says which statistics each feature has."""
+    """Return the columns of meta/episodes; `stats` names the statistics of each feature."""
+    integers = ["data/chunk_index", "data/file_index", "dataset_from_index", "dataset_to_index"]
     fields = [
         ("episode_index", pa.int64()),
         ("tasks", pa.list_(pa.string())),
         ("length", pa.int64()),
-        ("data/chunk_index", pa.int64()),
-        ("data/file_index", pa.int64()),
-        ("dataset_from_index", pa.int64()),
-        ("dataset_to_index", pa.int64()),
+        *((name, pa.int64()) for name in integers),
     ]
     for camera in cameras(features):
         fields += [
-            (f"videos/{camera}/chunk_index", pa.int64()),
-            (f"videos/{camera}/file_index", pa.int64()),
-            (f"videos/{camera}/from_timestamp", pa.float64()),
-            (f"videos/{camera}/to_timestamp", pa.float64()),
+            (f"videos/{camera}/{name}", pa.int64()) for name in ("chunk_index", "file_index")
         ]
+        times = ("from_timestamp", "to_timestamp")
+        fields += [(f"videos/{camera}/{name}", pa.float64()) for name in times]
     for key, names in stats.items():
-        for name in names:
-            fields.append((f"stats/{key}/{name}", _stat_type(features[key], name)))
+        # The same number of dimensions as the feature; (c, 1, 1) for images.
+        value = _nested(pa.float64(), len(features[key]["shape"]))
+        types = {name: pa.list_(pa.int64()) if name == "count" else value for name in names}
+        fields += [(f"stats/{key}/{name}", type_) for name, type_ in types.items()]
     fields += [("meta/episodes/chunk_index", pa.int64()), ("meta/episodes/file_index", pa.int64())]
     return pa.schema(fields)
 
 
-def _stat_type(entry: dict[str, Any], name: str) -> pa.DataType:
-    if name == "count":
-        return pa.list_(pa.int64())
-    nested: pa.DataType = pa.float64()
-    for _ in entry["shape"]:  # (c, 1, 1) for images, else the feature's own shape
-        nested = pa.list_(nested)
-    return nested
+def stat_names(schema: pa.Schema, features: Features) -> dict[str, list[str]]:
+    """Return which statistics of each feature the rows of meta/episodes hold."""
+    columns = set(schema.names)
+    found = {k: [n for n in STAT_NAMES if f"stats/{k}/{n}" in columns] for k in features}
+    return {key: names for key, names in found.items() if names}
 
 
-def stats_row(stats: EpisodeStats) -> dict[str, Any]:
-    """Statistics as columns of meta/episodes."""
+def plain_stats(stats: EpisodeStats) -> dict[str, dict[str, Any]]:
+    """Return statistics as lists of numbers: whole for "count", else floats."""
     return {
-        f"stats/{key}/{name}": (value if name == "count" else value.astype(np.float64)).tolist()
+        key: {
+            name: (value if name == "count" else value.astype(np.float64)).tolist()
+            for name, value in feature.items()
+        }
         for key, feature in stats.items()
-        for name, value in feature.items()
     }
 
 
 def stats_of_rows(table: pa.Table) -> list[EpisodeStats]:
-    """The statistics that rows of meta/episodes hold, one entry per row."""
+    """Return the statistics in the rows of meta/episodes, one entry per row."""
     episodes: list[EpisodeStats] = [{} for _ in range(len(table))]
     for column in table.column_names:
         if column.startswith("stats/"):
@@ -177,7 +153,7 @@ def stats_of_rows(table: pa.Table) -> list[EpisodeStats]:
 
 
 def tasks_table(tasks: Mapping[str, int]) -> pa.Table:
-    """meta/tasks.parquet: the task text is the pandas index, which LeRobot looks tasks up by."""
+    """Return meta/tasks.parquet: the task text is the pandas index that LeRobot looks up."""
     column = {"name": None, "field_name": None, "pandas_type": "unicode", "numpy_type": "str"}
     pandas = {
         "index_columns": ["task"],

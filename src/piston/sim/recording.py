@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from piston.data.episode_store import INFO, read_info
 from piston.data.recorder import Recorder
+from piston.data.writer import INFO, read_info
 from piston.sim.catalog import make_environment, make_expert
 from piston.sim.environment import RECORDING_SEEDS, Environment, Expert, Observation
 

@@ -1,8 +1,7 @@
-"""From frames to an mp4 (or PNGs), while the robot moves.
+"""Encoding camera frames as mp4 or PNG in background threads while a robot moves.
 
-Knows codecs and one background thread per camera. Knows nothing of episodes, features or where
-files end up. The queue between the recording loop and a thread is bounded: when encoding cannot
-keep up, `add` waits instead of filling memory.
+The queue between the recording loop and a thread is bounded: when encoding cannot keep up, `add`
+waits instead of filling memory. Where files end up is left to `writer`.
 """
 
 import abc
@@ -12,14 +11,14 @@ import io
 import os
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import av
 import numpy as np
-from jaxtyping import UInt8
+from jaxtyping import Float, UInt8
 from PIL import Image
 
 from piston.data.episode_stats import frame_histogram
@@ -31,10 +30,9 @@ _THREADS = Path("/proc/self/task")
 
 @dataclasses.dataclass(frozen=True)
 class VideoEncoding:
-    """How videos are compressed. `VideoEncoding()` is LeRobot's default.
+    """How videos are compressed; `VideoEncoding()` is LeRobot's default.
 
-    A key frame every `g` frames makes random access fast. `h264` with preset "ultrafast" takes the
-    least CPU time.
+    A key frame every `g` frames makes random access fast.
     """
 
     codec: str = "av1"
@@ -45,7 +43,7 @@ class VideoEncoding:
 
     @staticmethod
     def named(codec: "str | VideoEncoding") -> "VideoEncoding":
-        """Good settings for a codec by name: "av1" (small files) or "h264" (little CPU time)."""
+        """Return the usual settings of "av1" (small files) or "h264" (least CPU time)."""
         if isinstance(codec, VideoEncoding):
             return codec
         if codec == "h264":
@@ -53,7 +51,7 @@ class VideoEncoding:
         return VideoEncoding(codec)
 
     def check(self, camera: str, height: int, width: int) -> None:
-        """Raises when this installation or this image size cannot be encoded so."""
+        """Raise ValueError if PyAV lacks the encoder or images of this size cannot be encoded."""
         if self.codec not in ENCODERS:
             raise ValueError(f"codec {self.codec!r} is not one of {', '.join(ENCODERS)}")
         if not encoder_available(self.codec):
@@ -68,13 +66,13 @@ class VideoEncoding:
             )
 
     def options(self) -> dict[str, str]:
-        """What the encoder is told."""
+        """Return the options of the encoder."""
         options = {"g": str(self.g), "crf": str(self.crf), "preset": str(self.preset)}
-        # Frames leave x264 in the order in which they came, so that times stay simple.
+        # Without B-frames, x264 returns frames in the order of their times.
         return options | ({"bf": "0"} if self.codec == "h264" else {})
 
     def describe(self) -> dict[str, Any]:
-        """The encoder's part of a video feature's info, as LeRobot v3.0 writes it."""
+        """Return the encoder's part of a video feature's "info", as LeRobot v3.0 writes it."""
         return {
             "video.g": self.g,
             "video.crf": self.crf,
@@ -90,7 +88,7 @@ def encoder_available(codec: str) -> bool:
 
 
 class CameraThread(abc.ABC):
-    """Takes the frames of one camera and one episode; `finish` gives their histograms.
+    """Encodes the frames of one camera during one episode and counts their histograms.
 
     An error inside the thread is raised by the next `add` or by `finish`.
     """
@@ -100,7 +98,7 @@ class CameraThread(abc.ABC):
         self._queue: queue.Queue[np.ndarray | None] = queue.Queue(maxsize=QUEUE_FRAMES)
         self._error: BaseException | None = None
         self._cancelled = False
-        # A daemon: a program that dies without saving must not hang on a half-filled queue.
+        # A daemon: a program that exits without saving must not wait for the queue.
         self._thread = threading.Thread(target=self._run, name=f"camera {name}", daemon=True)
         self._thread.start()
 
@@ -109,13 +107,13 @@ class CameraThread(abc.ABC):
         self._queue.put(image)
 
     def finish(self) -> None:
-        """Waits until every frame is written."""
+        """Wait until every frame is written."""
         self._queue.put(None)
         self._thread.join()
         self._raise_error()
 
     def cancel(self) -> None:
-        """Stops without keeping anything."""
+        """Stop and keep nothing."""
         self._cancelled = True
         self._queue.put(None)
         self._thread.join()
@@ -126,7 +124,6 @@ class CameraThread(abc.ABC):
 
     def _run(self) -> None:
         try:
-            self._open()
             while (image := self._queue.get()) is not None:
                 if not self._cancelled:
                     self._write(image)
@@ -141,15 +138,12 @@ class CameraThread(abc.ABC):
     @abc.abstractmethod
     def _write(self, image: UInt8[np.ndarray, "h w 3"]) -> None: ...
 
-    def _open(self) -> None:  # noqa: B027, not every kind of file has something to open
-        pass
-
-    def _close(self) -> None:  # noqa: B027
-        pass
+    @abc.abstractmethod
+    def _close(self) -> None: ...
 
 
 class PngThread(CameraThread):
-    """Frames as PNG bytes, for features stored inside the data files. Loses nothing."""
+    """Encodes frames losslessly as PNG, for features stored inside the data files."""
 
     def __init__(self, name: str) -> None:
         self.images: list[bytes] = []
@@ -160,56 +154,65 @@ class PngThread(CameraThread):
         Image.fromarray(image).save(buffer, format="PNG", compress_level=1)
         self.images.append(buffer.getvalue())
 
+    def _close(self) -> None:
+        pass
+
 
 class VideoThread(CameraThread):
-    """Frames into one mp4 at `path`, frame i at exactly i / fps seconds."""
+    """Encodes frames into one mp4 at `path`, frame i at exactly i / fps seconds."""
 
     def __init__(
-        self, name: str, path: Path, fps: float, shape: list[int], encoding: VideoEncoding
+        self, name: str, path: Path, fps: float, shape: Sequence[int], encoding: VideoEncoding
     ) -> None:
         self.path = path
-        self._fps = as_fraction(fps)
+        # Encoders take a fraction; 30000 / 1001 stays exact.
+        self._fps = Fraction(fps).limit_denominator(10_000)
         self._height, self._width = shape[:2]
         self._encoding = encoding
+        self._container: av.container.OutputContainer | None = None
         super().__init__(name)
 
-    def _open(self) -> None:
-        # SVT-AV1 prints two dozen lines for every file unless told otherwise, and only listens to
-        # this variable.
+    def cancel(self) -> None:
+        super().cancel()
+        self.path.unlink(missing_ok=True)
+
+    def _open(self) -> av.container.OutputContainer:
+        # SVT-AV1 prints two dozen lines per file unless this variable says otherwise.
         os.environ.setdefault("SVT_LOG", "1")
-        self._num_frames = 0
-        self._container = av.open(str(self.path), "w", format="mp4")
+        container = av.open(str(self.path), "w", format="mp4")
         name, options = ENCODERS[self._encoding.codec], self._encoding.options()
-        stream = self._container.add_stream(name, rate=self._fps, options=options)
-        assert isinstance(stream, av.VideoStream)  # both encoders make video; says so to mypy
+        stream = container.add_stream(name, rate=self._fps, options=options)
+        assert isinstance(stream, av.VideoStream)  # for mypy: both encoders make video
         stream.height, stream.width = self._height, self._width
         stream.pix_fmt = self._encoding.pix_fmt
         stream.codec_context.time_base = 1 / self._fps
-        self._stream = stream
+        self._container, self._stream = container, stream
+        return container
 
     def _write(self, image: UInt8[np.ndarray, "h w 3"]) -> None:
         frame = av.VideoFrame.from_ndarray(image, format="rgb24")
-        frame.pts, frame.time_base = self._num_frames, 1 / self._fps
-        with priority_kept() if self._num_frames == 0 else contextlib.nullcontext():
+        frame.pts, frame.time_base = len(self.histograms), 1 / self._fps
+        if self._container is not None:
             self._container.mux(self._stream.encode(frame))
-        self._num_frames += 1
+        else:
+            with priority_kept():
+                self._open().mux(self._stream.encode(frame))
 
     def _close(self) -> None:
-        try:
-            if not self._cancelled:
-                self._container.mux(self._stream.encode(None))
-        finally:
-            self._container.close()
+        if self._container is not None:
+            with contextlib.closing(self._container):
+                if not self._cancelled:
+                    self._container.mux(self._stream.encode(None))
 
 
 @contextlib.contextmanager
 def priority_kept() -> Iterator[None]:
-    """This thread, and those that it starts meanwhile, do not become real-time threads.
+    """Keep this thread, and those that it starts meanwhile, from becoming real-time threads.
 
-    Where the user is root, SVT-AV1 gives its threads and its caller the highest real-time priority
-    of the machine when it opens: a robot's control loop would wait for a video encoder.
+    For the user root, SVT-AV1 gives its threads and its caller the highest real-time priority of
+    the machine when it opens: a robot's control loop would have to wait for a video encoder.
     """
-    if not _THREADS.is_dir():  # only Linux changes threads so
+    if not _THREADS.is_dir():  # SVT-AV1 does this on Linux only
         yield
         return
     before = {int(thread.name) for thread in _THREADS.iterdir()} - {threading.get_native_id()}
@@ -219,11 +222,34 @@ def priority_kept() -> Iterator[None]:
         yield
     finally:
         for thread in {int(thread.name) for thread in _THREADS.iterdir()} - before:
-            with contextlib.suppress(ProcessLookupError):  # it has ended since
+            with contextlib.suppress(ProcessLookupError):  # the thread has ended
                 if os.sched_getparam(thread).sched_priority == highest:
                     os.sched_setscheduler(thread, policy, parameters)
 
 
-def as_fraction(fps: float) -> Fraction:
-    """Frames per second as encoders want them; 30000 / 1001 stays exact."""
-    return Fraction(fps).limit_denominator(10_000)
+def probe_video(path: Path, fps: float) -> tuple[dict[str, Any], Float[np.ndarray, " n"]]:
+    """Return a video feature's "info" as LeRobot writes it and the times of all frames.
+
+    No frame is decoded. Raise ValueError naming the file if its index is damaged.
+    """
+    try:
+        with av.open(str(path)) as container:
+            stream = container.streams.video[0]
+            context = stream.codec_context
+            packets = [packet for packet in container.demux(stream) if packet.dts is not None]
+            if stream.time_base is None or not packets:
+                raise ValueError(f"{path} holds no video frames")
+            if any(packet.pts is None for packet in packets):
+                raise ValueError(f"{path}: its frames have no times")
+            info = {
+                "video.height": context.height,
+                "video.width": context.width,
+                "video.codec": context.codec.canonical_name,
+                "video.pix_fmt": context.pix_fmt or "unknown",
+                "video.fps": fps,
+                "video.channels": 3,
+                "has_audio": bool(container.streams.audio),
+            }
+            return info, np.sort([float((p.pts or 0) * stream.time_base) for p in packets])
+    except (av.FFmpegError, IndexError) as error:
+        raise ValueError(f"{path} is not a readable video: {error}") from error
