@@ -11,6 +11,7 @@ from piston.config import TrainConfig
 from piston.data.pipeline import open_source
 from piston.models.configs import Pi0Config, Pi0FASTConfig
 from piston.models.variants import GEMMA, parse_gemma_size, parse_vision_size, size_name
+from piston.transforms.base import compose
 from piston.transforms.normalize import NormStats, write_norm_stats
 
 
@@ -109,7 +110,7 @@ def test_statistics_are_found_where_the_preset_expects_them(aloha_sim):
 
 def test_a_pipeline_without_statistics_refuses_to_be_built(aloha_sim):
     with pytest.raises(ValueError, match="no normalisation statistics"):
-        aloha_sim.data_config().input_transforms(repack=True)
+        aloha_sim.data_config().input_transforms(training=True)
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../other", "/tmp"])
@@ -138,3 +139,19 @@ def test_statistics_of_a_folder_are_named_after_it(repo_id, asset_id):
     preset = presets.get("pi0_aloha_sim")
     data = dataclasses.replace(preset.data, repo_id=repo_id)
     assert dataclasses.replace(preset, data=data).data_config().asset_id == asset_id
+
+
+def test_the_state_is_perturbed_in_training_and_not_at_inference():
+    pipeline = dataclasses.replace(presets.get("tiny_aloha_sim").data_config(), norm_stats={})
+    state = np.linspace(0.1, 0.9, 14, dtype=np.float32)
+    image, steps = np.zeros((96, 96, 3), np.uint8), np.zeros((121, 14), np.float32)
+    item = {"observation.images.top": image, "observation.state": state, "action": steps}
+    seen = compose(pipeline.input_transforms(training=True))({**item, "prompt": "go"})
+    moved = np.abs(seen["state"] - state)
+    assert moved[[6, 13]].max() == 0  # grippers
+    assert 0.005 < moved.mean() < 0.05
+    # A real-time request carries the previous chunk as actions.
+    request = {"images": {"cam_high": image}, "state": state, "actions": steps, "prompt": "go"}
+    seen = compose(pipeline.input_transforms(training=False))(request)
+    np.testing.assert_array_equal(seen["state"], state)
+    assert seen["actions"].shape == (16, 14)

@@ -104,6 +104,24 @@ def test_real_time_chunking_continues_the_old_chunk(delta_policy):
     assert distance(guided) < 0.3 * distance(plain)
 
 
+def test_real_time_chunking_sees_the_true_state():
+    preset = presets.get("tiny_aloha_sim")
+    assert preset.data.state_noise > 0
+    without = dataclasses.replace(preset, data=dataclasses.replace(preset.data, state_noise=0.0))
+    example = make_aloha_example()
+    example["images"] = {"cam_high": example["images"]["cam_high"]}
+    request = {**example, "rtc": _rtc(np.ones((40, 14), np.float32)), "seed": 3}
+
+    def chunk(config, request):
+        torch.manual_seed(0)
+        return random_policy(config).infer(request)["actions"]
+
+    found = chunk(preset, request)
+    np.testing.assert_array_equal(found, chunk(without, request))
+    moved = {**request, "state": request["state"] + np.float32(0.03)}
+    assert np.abs(found - chunk(preset, moved)).max() > 1e-4
+
+
 def test_guided_and_plain_requests_share_a_batch(aloha):
     example = make_aloha_example()
     old = aloha.infer(example, seed=0)["actions"]

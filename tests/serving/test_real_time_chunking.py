@@ -87,7 +87,7 @@ def policy(tmp_path_factory):
     state = NormStats(0 * one, one, -900 * one, 1000 * one)
     data = dataclasses.replace(data, norm_stats={"state": state, "actions": actions})
     model = Pi0(CONFIG)
-    _train(model, compose(data.input_transforms(repack=False)))
+    _train(model, compose(data.input_transforms(training=False)))
     return Policy(model, data, seed=0)
 
 

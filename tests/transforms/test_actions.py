@@ -18,6 +18,7 @@ from piston.transforms.actions import (
     make_bool_mask,
     pad_to_dim,
 )
+from piston.transforms.base import compose, for_inference
 
 # A busy machine is no failure.
 RELAXED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -126,13 +127,13 @@ def test_a_perturbed_state_leaves_the_way_to_the_right_place():
 
 def test_a_sample_is_perturbed_alike_alone_and_in_a_batch_and_not_at_inference():
     perturb = PerturbState(0.1, (True, True))
+    assert for_inference([compose([perturb])]) == (compose([]),)
     state = np.random.default_rng(0).normal(size=(3, 2)).astype(np.float32)
     actions = np.zeros((3, 1, 2))
     together = perturb({"state": state, "actions": actions})["state"]
     for one, expected in zip(state, together):
         alone = perturb({"state": one, "actions": actions[0]})["state"]
         np.testing.assert_array_equal(alone, expected)
-    assert perturb({"state": state})["state"] is state
     with pytest.raises(ValueError, match="std is -1"):
         PerturbState(-1.0, (True,))
 

@@ -73,13 +73,15 @@ class TestReference:
             opening = paligemma.decode(case["tokens"][:start])
             task = opening.removeprefix("Task: ").split(", State:")[0]
             data = {"prompt": task.upper(), "state": np.array(case["state"])}
-            result = TokenizeFASTInputs(prompt)({**data, "actions": np.array(case["actions"])})
+            recorded = {**data, "actions": np.array(case["actions"])}
+            result = TokenizeFASTInputs(prompt)(recorded)
             for key, expected in zip(KEYS, ("tokens", "mask", "ar_mask", "loss_mask")):
                 assert result[key].tolist() == case[expected], key
 
-            at_inference = TokenizeFASTInputs(prompt)(data)
+            for sent in (data, recorded):  # a client may send actions: they are not written
+                at_inference = TokenizeFASTInputs(prompt).for_inference()(sent)
+                assert at_inference["tokenized_prompt_mask"].sum() == start
             assert at_inference["tokenized_prompt"].tolist()[:start] == case["tokens"][:start]
-            assert at_inference["tokenized_prompt_mask"].sum() == start
             assert not at_inference["token_ar_mask"].any()
 
             extract = ExtractFASTActions(prompt, case["horizon"], case["dim"])
@@ -106,7 +108,7 @@ def test_text_before_tokens() -> None:
 
 def test_fast_keeps_line_breaks_and_lowers_case(fast_prompt: FASTPrompt) -> None:
     data = {"prompt": " Pick_up\nthe CUBE ", "state": np.array([0.5])}
-    result = TokenizeFASTInputs(fast_prompt)(data)
+    result = TokenizeFASTInputs(fast_prompt, write_actions=False)(data)
     text = fast_prompt.text.decode(result["tokenized_prompt"])
     assert text == "Task: pick up\nthe cube, State: 192;\n"
 
@@ -178,7 +180,7 @@ def test_a_batch_equals_one_by_one(
     for transform in (
         TokenizePrompt(BytesTokenizer(), 20),
         TokenizePrompt(BytesTokenizer(), 40, discrete_state_input=True),
-        TokenizeFASTInputs(fast_prompt),
+        TokenizeFASTInputs(fast_prompt, write_actions=training),
     ):
         before = copy.deepcopy(sample)
         together = transform(sample)
@@ -194,7 +196,7 @@ def test_a_batch_equals_one_by_one(
 
 def test_dtypes(fast_prompt: FASTPrompt) -> None:
     data = {"prompt": "go", "state": np.zeros((5, 2), np.float32)}
-    result = TokenizeFASTInputs(fast_prompt)(data)
+    result = TokenizeFASTInputs(fast_prompt, write_actions=False)(data)
     assert [result[key].dtype for key in KEYS] == [np.int32, bool, np.int32, bool]
     result = TokenizePrompt(BytesTokenizer(), 12)(data)
     assert [result[key].dtype for key in KEYS[:2]] == [np.int32, bool]
@@ -260,6 +262,8 @@ def test_what_is_missing_or_wrong_is_named(fast_prompt: FASTPrompt) -> None:
             transform({"prompt": np.array(["a", "b"]), "state": np.zeros((3, 4))})
         with pytest.raises(ValueError, match="expected a string"):
             transform({"prompt": b"bytes", "state": np.zeros(3)})
+    with pytest.raises(KeyError, match="key 'actions' is missing"):
+        fast({"prompt": "go", "state": np.zeros(3)})
     with pytest.raises(ValueError, match=r"\(3, 4, 3\)"):
         fast({"prompt": "go", "state": np.zeros((2, 4)), "actions": np.zeros((3, 4, 3))})
     with pytest.raises(KeyError, match="actions"):

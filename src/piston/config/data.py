@@ -17,15 +17,14 @@ from typing import ClassVar
 import tyro
 
 from piston import assets as asset_files
-from piston.models.configs import ModelConfig, Pi0Config, Pi0FASTConfig
+from piston.models.configs import ModelConfig
 from piston.serialization import register
 from piston.suggestions import did_you_mean
-from piston.tokenizers import TextTokenizer
 from piston.tokenizers.bytes import BytesTokenizer
 from piston.tokenizers.fast import FASTPrompt, FASTTokenizer
 from piston.tokenizers.paligemma import PaligemmaTokenizer
 from piston.transforms.actions import InterpolateActions, PadStatesAndActions, SubsampleActions
-from piston.transforms.base import Group, Transform
+from piston.transforms.base import Group, Transform, for_inference
 from piston.transforms.images import FillCameras, ResizeImages
 from piston.transforms.normalize import Normalize, NormStats, Unnormalize, read_norm_stats
 from piston.transforms.prompts import (
@@ -41,8 +40,8 @@ from piston.transforms.prompts import (
 class AssetsConfig:
     """Where normalisation statistics are: `<assets_dir>/<asset_id>/norm_stats.json`.
 
-    With a base checkpoint's assets (`gs://…/pi0_base/assets`, `trossen`) a new run uses the
-    statistics that the base model was trained with.
+    A run uses the statistics of a base model if these are its assets, for example
+    `gs://…/pi0_base/assets` and `trossen`.
     """
 
     # A folder or a location; None: the preset's own folder under `assets_base_dir`.
@@ -53,26 +52,26 @@ class AssetsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """A finished pipeline: from a data set to what the model sees, and back to the robot."""
+    """A pipeline: from a data set or a robot to the model's inputs, and back to the robot."""
 
-    # The data set; None where there is none, as when a policy only serves.
+    # The data set; None if there is none, as when a policy is only served.
     repo_id: str | None = None
     # Which of its episodes: "0:50", "3,7,9-12", or all but some: "!7".
     episodes: str | None = None
     # Further sets of the same robot ("owner/name", a folder, with episodes "folder#0:50"), and how
-    # often each is drawn, this one first; without: as often as it has frames.
+    # often each is drawn, this one first; by default in proportion to their frames.
     more_sets: tuple[str, ...] = ()
     set_shares: tuple[float, ...] = ()
-    # Which of several sets this is the pipeline of.
+    # Position of this pipeline's set among several.
     set_index: int = 0
     assets_dir: str | None = None
     asset_id: str | None = None
     norm_stats: Mapping[str, NormStats] | None = None
-    # Data set's keys → the robot's own keys. Not used at inference.
+    # The data set's keys → the robot's own keys. Not used at inference.
     repack_transforms: Group = Group()
     # The robot's own keys ↔ state, actions and cameras. Statistics are computed after these.
     data_transforms: Group = Group()
-    # What the model family needs: prompt tokens, image size, padding.
+    # What the model needs: prompt tokens, image size, padding.
     model_transforms: Group = Group()
     use_quantile_norm: bool = False
     # A range (std, or half the distance of the quantiles) smaller than this counts as this.
@@ -85,8 +84,7 @@ class DataConfig:
     prompt_from_task: bool = False
     # Random samples in the model's shapes instead of a data set.
     fake: bool = False
-
-    # Why the data set that is named cannot be read here, if so.
+    # Why the data set that is named cannot be read, if so.
     not_readable: str | None = None
 
     def __post_init__(self) -> None:
@@ -108,21 +106,21 @@ class DataConfig:
             if path.is_absolute() or ".." in path.parts:
                 raise ValueError(
                     f"--data.assets.asset-id is {self.asset_id!r}; it names a folder inside every "
-                    "checkpoint, so it must not lead out of there. Give --data.assets.assets-dir "
-                    "the folder before it, and --data.assets.asset-id its plain name."
+                    "checkpoint and must not lead out of there. Set --data.assets.assets-dir to "
+                    "its parent folder, and --data.assets.asset-id to its plain name."
                 )
 
     def with_norm_stats(self, preset: str = "PRESET") -> DataConfig:
-        """The same with its statistics read; refuses an unknown asset with what to do.
+        """Return a copy with statistics. Raise FileNotFoundError if there are none.
 
-        `preset` is what `piston stats` would need to be given: a name, and options if there are.
+        `preset` is for the message: the arguments that `piston stats` needs to compute them.
         """
         if self.norm_stats is not None or self.fake:
             return self
         if self.asset_id is None or self.assets_dir is None:
             raise ValueError(
-                "No statistics are named: set --data.assets.asset-id (and --data.assets.assets-dir "
-                "where they are not the preset's own)."
+                "No normalisation statistics are named: set --data.assets.asset-id, and "
+                "--data.assets.assets-dir unless they are in the preset's own folder."
             )
         location = f"{self.assets_dir.rstrip('/')}/{self.asset_id}"
         if "://" not in location and not Path(location).is_dir():
@@ -131,7 +129,7 @@ class DataConfig:
         return dataclasses.replace(self, norm_stats=stats)
 
     def each_set(self) -> tuple[DataConfig, ...]:
-        """A pipeline for each data set, with the same transforms and statistics."""
+        """Return a pipeline for each data set, with the same transforms and statistics."""
         alone = dataclasses.replace(self, more_sets=(), set_shares=())
         others = []
         for number, text in enumerate(self.more_sets, start=1):
@@ -142,28 +140,39 @@ class DataConfig:
         return (alone, *others)
 
     def steps_read(self, horizon: int) -> int:
-        """Steps of the data set that a chunk of the model spans."""
+        """Return the number of the data set's steps that a chunk of the model spans."""
         return (horizon - 1) * self.action_stride + 1
 
     def with_action_stride(self, stride: int) -> DataConfig:
-        """The model sees every `stride`-th action; the robot gets those between interpolated."""
+        """Give the model every `stride`-th action, and the robot interpolated ones between."""
         if stride == 1:
             return self
         inputs, outputs = self.data_transforms.inputs, self.data_transforms.outputs
         thinned = Group((SubsampleActions(stride), *inputs), (*outputs, InterpolateActions(stride)))
         return dataclasses.replace(self, data_transforms=thinned, action_stride=stride)
 
-    def input_transforms(self, *, repack: bool) -> tuple[Transform, ...]:
-        """From an item (`repack`) or a robot's observation to what the model sees, in order."""
-        return (
-            *(self.repack_transforms.inputs if repack else ()),
-            *self.data_transforms.inputs,
-            *self._normalization(Normalize),
-            *self.model_transforms.inputs,
-        )
+    def input_transforms(self, *, training: bool) -> tuple[Transform, ...]:
+        """Return the transforms from a data set's item, or a robot's observation, to the model."""
+        stages = self.input_stages(training=training)
+        return tuple(transform for stage in stages.values() for transform in stage)
+
+    def input_stages(self, *, training: bool) -> dict[str, tuple[Transform, ...]]:
+        """Return the input transforms in order, by what they are for.
+
+        At inference there is no repack, and transforms that belong to training are left out.
+        """
+        stages = {
+            "repack": tuple(self.repack_transforms.inputs),
+            "data transforms": tuple(self.data_transforms.inputs),
+            "normalisation": self._normalization(Normalize),
+            "model transforms": tuple(self.model_transforms.inputs),
+        }
+        if training:
+            return stages
+        return {name: for_inference(s) for name, s in stages.items() if name != "repack"}
 
     def output_transforms(self) -> tuple[Transform, ...]:
-        """From the model's actions to the robot's, in order."""
+        """Return the transforms from the model's actions to the robot's."""
         return (
             *self.model_transforms.outputs,
             *self._normalization(Unnormalize),
@@ -182,7 +191,7 @@ class DataConfig:
 
 
 def _set_and_episodes(text: str) -> tuple[str, str | None]:
-    """`folder#0:50`, or without a choice. What is no choice belongs to the folder's name."""
+    """Split `folder#0:50`. Text after "#" that does not choose episodes belongs to the name."""
     match = re.fullmatch(r"(.*)#([\d\s:,!-]+)", text)
     name, episodes = match.groups() if match else (text, None)
     if not name:
@@ -203,9 +212,9 @@ def _unknown_asset(assets_dir: Path, asset_id: str, preset: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class DataConfigFactory(abc.ABC):
-    """A robot's data set and how to read it. Each robot has its own in `piston.robots`."""
+    """A robot's data set and how to read it. `piston.robots` has one for each robot."""
 
-    # What people call the robot.
+    # The robot's name.
     robot: ClassVar[str]
 
     # The data set: a folder, or owner/name on the hub.
@@ -227,10 +236,10 @@ class DataConfigFactory(abc.ABC):
 
     @abc.abstractmethod
     def create(self, assets_dirs: Path, model_config: ModelConfig) -> DataConfig:
-        """The finished pipeline for this model. Reads nothing."""
+        """Return the pipeline for this model. Reads no files."""
 
     def create_base_config(self, assets_dirs: Path, model_config: ModelConfig) -> DataConfig:
-        """What every robot's pipeline starts from; a robot replaces the transforms."""
+        """Return what is common to all robots' pipelines; a robot adds its transforms."""
         repo_id = None if self.repo_id is tyro.MISSING else self.repo_id
         return DataConfig(
             repo_id=repo_id,
@@ -247,7 +256,7 @@ class DataConfigFactory(abc.ABC):
 
 
 def _asset_name(repo_id: str | None) -> str | None:
-    """`owner/name` names its statistics too; a folder elsewhere gives them its own name."""
+    """Return `owner/name` as it is, and the name of a folder that is elsewhere."""
     if repo_id is None:
         return None
     path = Path(repo_id)
@@ -256,54 +265,23 @@ def _asset_name(repo_id: str | None) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class ModelTransformFactory:
-    """The transforms that a model family needs, whatever the robot."""
+    """The transforms that a model needs, for any robot."""
 
     default_prompt: str | None = None
 
     def __call__(self, model_config: ModelConfig) -> Group:
-        pixels = model_config.image_size
+        pixels, max_len = model_config.image_size, model_config.prompt_length
+        text = BytesTokenizer() if model_config.tokenizer == "bytes" else PaligemmaTokenizer()
         prepare: tuple[Transform, ...] = (
             InjectDefaultPrompt(self.default_prompt),
             ResizeImages(pixels, pixels),
             FillCameras(model_config.cameras, model_config.masks_absent_cameras, pixels, pixels),
         )
-        match model_config:
-            case Pi0Config():
-                return Group(inputs=(*prepare, *_flow_transforms(model_config)))
-            case Pi0FASTConfig():
-                prompt = _fast_prompt(model_config)
-                return Group(
-                    inputs=(*prepare, TokenizeFASTInputs(prompt)),
-                    outputs=(
-                        ExtractFASTActions(
-                            prompt, model_config.action_horizon, model_config.action_dim
-                        ),
-                    ),
-                )
-        raise TypeError(f"No model transforms are known for {type(model_config).__name__}.")
-
-
-def _flow_transforms(model_config: Pi0Config) -> tuple[Transform, ...]:
-    # The state is written into the prompt before it is padded.
-    return (
-        TokenizePrompt(
-            make_text_tokenizer(model_config),
-            model_config.prompt_length,
-            discrete_state_input=model_config.state_in_prompt,
-        ),
-        PadStatesAndActions(model_config.action_dim),
-    )
-
-
-def _fast_prompt(model_config: Pi0FASTConfig) -> FASTPrompt:
-    location = model_config.fast_tokenizer
-    return FASTPrompt(
-        make_text_tokenizer(model_config),
-        FASTTokenizer() if location is None else FASTTokenizer(location),
-        vocab_size=model_config.vocab_size,
-        max_len=model_config.prompt_length,
-    )
-
-
-def make_text_tokenizer(model_config: ModelConfig) -> TextTokenizer:
-    return BytesTokenizer() if model_config.tokenizer == "bytes" else PaligemmaTokenizer()
+        if model_config.action_tokenizer is None:
+            # The state is written into the prompt before it is padded.
+            tokenize = TokenizePrompt(text, max_len, model_config.state_in_prompt)
+            return Group((*prepare, tokenize, PadStatesAndActions(model_config.action_dim)))
+        fast = FASTTokenizer(model_config.action_tokenizer)
+        prompt = FASTPrompt(text, fast, model_config.vocab_size, max_len)
+        chunk = (model_config.action_horizon, model_config.action_dim)
+        return Group((*prepare, TokenizeFASTInputs(prompt)), (ExtractFASTActions(prompt, *chunk),))

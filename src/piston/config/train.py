@@ -263,7 +263,7 @@ class TrainConfig:
             )
             if is_set
         ]
-        if given and not isinstance(self.model, Pi0Config):
+        if given and self.model.action_tokenizer is not None:
             raise ValueError(
                 f"{', '.join(given)} would do nothing: {self.model.family} learns tokens, without "
                 "noise or padded actions."

@@ -27,7 +27,7 @@ from piston.data.subsets import (
     split_sets,
     without_episodes,
 )
-from piston.models.configs import ModelConfig, Pi0FASTConfig
+from piston.models.configs import ModelConfig
 from piston.transforms.base import Data, Transform, compose
 from piston.transforms.keys import RepackTransform, flatten_dict
 from piston.transforms.prompts import PromptFromLeRobotTask
@@ -198,7 +198,7 @@ class TrainingData:
         tasks: tuple[Transform, ...] = ()
         if config.prompt_from_task:
             tasks = (PromptFromItem(PromptFromLeRobotTask(dataset.metadata.tasks)),)
-        self._transform = compose((*tasks, *config.input_transforms(repack=True)))
+        self._transform = compose((*tasks, *config.input_transforms(training=True)))
         self._padding = f"{config.action_sequence_keys[0]}_is_pad"
 
     def __len__(self) -> int:
@@ -298,7 +298,7 @@ class FakeDataset:
         mask = np.arange(longest) < length
         tokens = random.integers(1, self.model.vocab_size, longest).astype(np.int32)
         prompt = {"tokenized_prompt": np.where(mask, tokens, 0), "tokenized_prompt_mask": mask}
-        if isinstance(self.model, Pi0FASTConfig):
+        if self.model.action_tokenizer is not None:
             written = mask & (np.arange(longest) >= length // 2)
             prompt |= {"token_ar_mask": written.astype(np.int32), "token_loss_mask": written}
         return prompt

@@ -50,7 +50,7 @@ class Policy:
         self._stride = data.action_stride
         # Of a chunk, in the robot's steps.
         self._horizon = data.steps_read(model.config.action_horizon)
-        self._to_model = compose(data.input_transforms(repack=False))
+        self._to_model = compose(data.input_transforms(training=False))
         self._to_robot = compose(data.output_transforms())
         self._random = np.random.default_rng(seed)
 

@@ -22,6 +22,7 @@ from piston.models.variants import (
     size_name,
 )
 from piston.serialization import register
+from piston.tokenizers.fast import PUBLIC_FAST
 
 Dtype = Literal["float32", "bfloat16"]
 TokenizerName = Literal["paligemma", "bytes"]
@@ -113,6 +114,16 @@ class ModelConfig(abc.ABC):
         return True
 
     @property
+    def state_in_prompt(self) -> bool:
+        """Whether the state is written into the prompt as numbers."""
+        return False
+
+    @property
+    def action_tokenizer(self) -> str | None:
+        """Location of the tokenizer of a model that writes actions as tokens; None for others."""
+        return None
+
+    @property
     def tokens_per_camera(self) -> int:
         return (self.image_size // self.vision.patch) ** 2
 
@@ -193,3 +204,11 @@ class Pi0FASTConfig(ModelConfig):
     @property
     def masks_absent_cameras(self) -> bool:
         return False
+
+    @property
+    def state_in_prompt(self) -> bool:
+        return True
+
+    @property
+    def action_tokenizer(self) -> str:
+        return self.fast_tokenizer or PUBLIC_FAST

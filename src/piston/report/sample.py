@@ -116,19 +116,7 @@ def _stages(pipeline: DataConfig, dataset: LeRobotDataset) -> dict[str, tuple[Tr
     tasks: tuple[Transform, ...] = ()
     if pipeline.prompt_from_task:
         tasks = (PromptFromItem(PromptFromLeRobotTask(dataset.metadata.tasks)),)
-    whole = pipeline.input_transforms(repack=True)
-    repack = tuple(pipeline.repack_transforms.inputs)
-    data = tuple(pipeline.data_transforms.inputs)
-    model = tuple(pipeline.model_transforms.inputs)
-    between = whole[len(repack) + len(data) : len(whole) - len(model)]
-    return {
-        "data set": (),
-        "prompt": tasks,
-        "repack": repack,
-        "data transforms": data,
-        "normalisation": between,
-        "model transforms": model,
-    }
+    return {"data set": (), "prompt": tasks, **pipeline.input_stages(training=True)}
 
 
 def _settings(transform: Transform) -> str:

@@ -64,12 +64,11 @@ class AbsoluteActions:
 
 @dataclasses.dataclass(frozen=True)
 class PerturbState:
-    """In training, the state is wrong by random numbers where `mask` is True; actions stay right.
+    """Add noise to the state where `mask` is True, but not to the actions. For training only.
 
-    Before `DeltaActions`, the chunk then leads from the wrong state to the right place: a policy
-    learns to correct an error of the state instead of keeping it. The numbers depend on the state
-    alone, so that a sample is the same whenever it is read. Where there are no actions (inference),
-    nothing changes.
+    Before `DeltaActions`, the chunk then leads from the perturbed state to the right place, and a
+    policy learns to correct an error of the state instead of keeping it. The noise is a function of
+    the state, so that a sample is the same whenever it is read.
     """
 
     std: float
@@ -81,21 +80,22 @@ class PerturbState:
         object.__setattr__(self, "mask", _as_mask(self.mask, "PerturbState"))
 
     def __call__(self, data: Data) -> Data:
-        if "actions" not in data:
-            return data
         state = _as_float(require_vector(data, "state", len(self.mask), "PerturbState"))
         bits = np.ascontiguousarray(state, np.float32).view(np.uint32)
-        errors = _errors(len(self.mask))[bits.sum(-1, dtype=np.int64) % _NUM_ERRORS]
-        wrong = state + self.std * errors * np.array(self.mask)
-        return {**data, "state": wrong.astype(state.dtype)}
+        noise = _noise_table(len(self.mask))[bits.sum(-1, dtype=np.int64) % _NUM_DRAWS]
+        perturbed = state + self.std * noise * np.array(self.mask)
+        return {**data, "state": perturbed.astype(state.dtype)}
+
+    def for_inference(self) -> None:
+        return None
 
 
-_NUM_ERRORS = 4_099
+_NUM_DRAWS = 4_099
 
 
 @functools.cache
-def _errors(dim: int) -> Float[np.ndarray, "n dim"]:
-    return np.random.default_rng(0).normal(size=(_NUM_ERRORS, dim))
+def _noise_table(dim: int) -> Float[np.ndarray, "n dim"]:
+    return np.random.default_rng(0).normal(size=(_NUM_DRAWS, dim))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -72,6 +72,19 @@ class CompositeTransform:
                 raise
         return data
 
+    def for_inference(self) -> CompositeTransform:
+        return CompositeTransform(for_inference(self.transforms))
+
+
+def for_inference(transforms: Iterable[Transform]) -> tuple[Transform, ...]:
+    """Return the transforms of an inference pipeline.
+
+    A transform that differs there has a method `for_inference`. It returns the transform that takes
+    its place, or None if it belongs to training only.
+    """
+    chosen = (t.for_inference() if hasattr(t, "for_inference") else t for t in transforms)
+    return tuple(transform for transform in chosen if transform is not None)
+
 
 def compose(transforms: Iterable[Transform]) -> CompositeTransform:
     return CompositeTransform(tuple(transforms))

@@ -152,16 +152,20 @@ class TokenizePrompt:
 
 @dataclasses.dataclass(frozen=True)
 class TokenizeFASTInputs:
-    """Prompt, state and (in training) actions as tokens, in place of the prompt.
+    """Replace the prompt by tokens of prompt, state and, in training, actions.
 
         <bos>Task: …, State: …;\\n   Action: codes |<eos>   <pad> …
         ar    0 0 0 0 0 0 0 0 0 0    1 1 1 1 1 1 1 1 1 1     0 0 0
         loss  0 0 0 0 0 0 0 0 0 0    1 1 1 1 1 1 1 1 1 1     0 0 0
 
-    Without actions (inference) only the left part is written.
+    At inference (`write_actions` False) only the left part is written.
     """
 
     prompt: ActionPrompt
+    write_actions: bool = True
+
+    def for_inference(self) -> TokenizeFASTInputs:
+        return dataclasses.replace(self, write_actions=False)
 
     def __call__(self, data: Data) -> Data:
         who, max_len = "TokenizeFASTInputs", self.prompt.max_len
@@ -169,7 +173,7 @@ class TokenizeFASTInputs:
         batch = state.shape[:-1]
         prompts = _prompts(data, batch, who)
         chunks: Iterable[np.ndarray | None] = [None] * prompts.size
-        if "actions" in data:
+        if self.write_actions:
             actions = require_chunk(data, "actions", None, who)
             if actions.shape[:-2] != batch:
                 raise ValueError(
