@@ -10,8 +10,8 @@ from piston.config import AssetsConfig, TrainConfig
 from piston.data.recorder import Recorder
 from piston.models.variants import GemmaSize, VisionSize
 from piston.robots.aloha import DIM
+from piston.sim.rollouts import write_mp4
 from piston.sim.scores import Evaluation, Outcome, Trace
-from piston.sim.videos import write_mp4
 from piston.transforms.normalize import NormStats, write_norm_stats
 
 PIXELS, FPS, NUM_FRAMES, NUM_EPISODES = 32, 10, 40, 3

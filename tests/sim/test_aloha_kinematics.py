@@ -9,7 +9,7 @@ pytest.importorskip("gym_aloha", reason="needs the extra `sim`")
 from gym_aloha.constants import START_ARM_POSE
 
 from piston.sim.aloha import _physics
-from piston.sim.aloha_kinematics import LEFT, RIGHT, Grasp, joints_for
+from piston.sim.aloha_experts import LEFT, RIGHT, Grasp, joints_for
 
 MODEL = "bimanual_viperx_transfer_cube.xml"
 TIP = 0.135  # finger tips, along the gripper's x axis

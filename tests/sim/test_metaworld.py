@@ -83,7 +83,7 @@ def test_a_closed_environment_leaves_its_world_to_the_next():
     second = make_environment("metaworld:door-open", pixels=8)
     second.reset(0)
     assert second._world is world
-    with pytest.raises(ValueError, match="no episode has begun"):
+    with pytest.raises(ValueError, match="no episode has started"):
         first.observe()
     with pytest.raises(ValueError, match="Call reset"):
         first.step(np.zeros(4))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from piston.sim import opengl
+from piston.sim import rendering as opengl
 
 
 @pytest.fixture

@@ -162,7 +162,7 @@ def test_a_log_without_the_real_pixels_is_continued(tmp_path):
 
 def test_a_set_keeps_its_codec(recorded):
     before = _tried(recorded)
-    with pytest.raises(ValueError, match="holds videos in h264, asked for is av1. Go on with"):
+    with pytest.raises(ValueError, match="are h264, but --codec is av1. Continue with"):
         record(QUICK, 5, recorded, workers=1, codec="av1")
     assert _tried(recorded) == before
 

@@ -28,9 +28,9 @@ def test_leaving_out_what_is_out_of_sight_changes_no_pixel(
     at_work, camera, field_of_view, height, width, monkeypatch
 ):
     view = rendering.View(camera, field_of_view)
-    drawn = at_work._draw(view, height, width)
+    drawn = at_work._render(view, height, width)
     monkeypatch.setattr(rendering, "_out_of_sight", lambda model, *_: np.zeros(model.ngeom, bool))
-    np.testing.assert_array_equal(at_work._draw(view, height, width), drawn)
+    np.testing.assert_array_equal(at_work._render(view, height, width), drawn)
 
 
 def test_a_narrow_view_leaves_most_things_out(at_work):

@@ -9,8 +9,8 @@ from piston.cli import main
 from piston.inference.loading import random_policy
 from piston.progress import ProgressBar
 from piston.serving import ServerConfig, running_server
+from piston.sim import make_environment
 from piston.sim.aloha_experts import plan_transfer
-from piston.sim.catalog import make_environment
 from piston.sim.environment import RECORDING_SEEDS
 from piston.sim.rollouts import evaluate
 
@@ -112,7 +112,7 @@ def test_films_belong_to_the_results_they_lie_with(address, tmp_path):
     [
         (("--episodes", "0"), "--episodes is 0"),
         (("--episodes", "3", "--seeds", "0..1"), "--seeds names only 2"),
-        (("--seeds", "1000000"), "belong to recordings"),
+        (("--seeds", "1000000"), "are for recording"),
         (("--seeds", "0", "--opposite"), "has no opposite"),
     ],
 )
@@ -183,6 +183,6 @@ def test_a_policy_of_another_robot_is_told_in_one_line(address, tmp_path, capsys
     words = ["eval", "metaworld:drawer-open", "--policy", address, "--episodes", "1"]
     assert main([*words, "--out", str(tmp_path)]) == 1
     told = capsys.readouterr().err
-    assert "refused an observation" in told
+    assert "rejected an observation" in told
     assert "corner4" in told
     assert "Traceback" not in told

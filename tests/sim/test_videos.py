@@ -4,9 +4,9 @@ import av
 import numpy as np
 import pytest
 
-from piston.sim.catalog import make_environment
+from piston.sim import make_environment
+from piston.sim.rollouts import VideoWriter
 from piston.sim.scores import Outcome
-from piston.sim.videos import VideoWatcher
 
 STEPS = 12
 
@@ -27,7 +27,7 @@ def test_a_pose_gives_the_picture_of_its_moment(name):
     play(environment, 3, lambda e: moments.append((e.pose(), e.render(60, 80))))
     assert np.abs(moments[0][1].astype(int) - moments[-1][1]).max() > 50  # something moved
     for pose, picture in reversed(moments):
-        environment.take_pose(pose)
+        environment.set_pose(pose)
         np.testing.assert_array_equal(environment.render(60, 80), picture)
     with pytest.raises(ValueError, match=r"Call reset\(seed\)"):
         environment.step(np.zeros(environment.action_dim))
@@ -36,16 +36,16 @@ def test_a_pose_gives_the_picture_of_its_moment(name):
 
 
 def test_the_first_of_each_kind_are_kept(tmp_path):
-    watcher = VideoWatcher(tmp_path, of_each=1)
+    videos = VideoWriter(tmp_path, of_each=1)
     environment = make_environment("aloha_transfer_cube")
     at_the_end = {}
     for seed, success in enumerate([True, True, False, False]):
-        play(environment, seed, watcher.saw)
+        play(environment, seed, videos.add_step)
         at_the_end[seed] = environment.render(240, 320)
-        watcher.ended(environment, Outcome(seed, "", success, success, STEPS, {}))
+        videos.end_episode(environment, Outcome(seed, "", success, success, STEPS, {}))
     names = ["success_seed0.mp4", "failure_seed2.mp4"]
-    assert watcher.written == [tmp_path / name for name in names]
-    for path, seed in zip(watcher.written, (0, 2)):
+    assert videos.written == [tmp_path / name for name in names]
+    for path, seed in zip(videos.written, (0, 2)):
         with av.open(str(path)) as container:
             frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
         assert len(frames) == STEPS // 4  # 50 Hz become 12.5

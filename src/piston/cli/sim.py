@@ -21,9 +21,14 @@ from piston.files import json_line
 from piston.progress import ProgressBar
 from piston.signals import exit_on_sigterm
 from piston.sim.recording import Recording, record
-from piston.sim.rollouts import Ask, ask_policy, ask_server, evaluate
+from piston.sim.rollouts import (
+    Infer,
+    VideoWriter,
+    evaluate,
+    infer_with_policy,
+    infer_with_server,
+)
 from piston.sim.scores import Evaluation, Outcome, parse_seeds
-from piston.sim.videos import VideoWatcher
 
 
 def run_record(args: list[str]) -> None:
@@ -40,14 +45,14 @@ def _record(
     pixels: int | None = None,
     codec: Literal["h264", "av1"] = "h264",
 ) -> None:
-    """Record scripted demonstrations as a LeRobot data set; run again to go on after a stop.
+    """Record scripted demonstrations as a LeRobot data set; run it again to continue after a stop.
 
     Args:
         task: For example aloha_transfer_cube, aloha_insertion, metaworld:tiny, metaworld:door-open.
-        episodes: How many the data set shall hold at least. Only successful ones are kept.
+        episodes: The number of episodes that the data set should hold at least. Only successful ones are kept.
         out: The data set's folder.
         workers: Processes that simulate. The result does not depend on it.
-        seed: Another seed gives other starts; none of them is ever used in evaluation.
+        seed: Another seed gives other initial states; evaluation never uses any of them.
         pixels: Side of the camera images; by default the environment's own.
         codec: h264 is quick to write, av1 is smaller.
     """
@@ -61,7 +66,7 @@ def _record(
             out,
             workers=workers,
             codec=codec,
-            progress=lambda kept, _: bar.show(kept),
+            progress=bar.show,
         )
     console().print(
         f"{out} holds {_count(recorded.num_episodes, 'episode', 'episodes')} of {task}: "
@@ -81,18 +86,18 @@ class EvalArguments:
     task: Annotated[str, tyro.conf.Positional]
     # A checkpoint's folder, or the address of a server (ws://127.0.0.1:8000).
     policy: str
-    # Starts, each its own episode: a range 0..49 or a list 3,7,9. By default as many as --episodes,
-    # or 0..49.
+    # Seeds of the initial states, one episode each: a range 0..49 or a list 3,7,9. By default as
+    # many as --episodes, or 0..49.
     seeds: str | None = None
-    # Only the first so many of the seeds.
+    # Use only the first seeds, this many.
     episodes: int | None = None
-    # Steps of a chunk that are executed before the next is asked for; by default half of them.
+    # Steps of a chunk that are executed before the next is requested; by default half of them.
     execute_horizon: int | None = None
-    # Environments that step side by side and ask as one batch.
+    # Environments that run side by side; their requests form one batch.
     num_environments: int = 8
     # The side of the camera images; by default the environment's own.
     pixels: int | None = None
-    # Give the sentence that asks for the opposite of what is counted.
+    # Use the prompt that asks for the opposite of the task that is scored.
     opposite: bool = False
     # Write videos of the first failures and successes.
     video: bool = False
@@ -103,9 +108,9 @@ class EvalArguments:
 def run_eval(args: list[str]) -> None:
     arguments = tyro.cli(EvalArguments, args=args, prog="piston eval")
     seeds = _seeds(arguments)
-    watcher = VideoWatcher(arguments.out / "videos") if arguments.video else None
+    writer = VideoWriter(arguments.out / "videos") if arguments.video else None
     with contextlib.ExitStack() as stack:
-        ask, policy_name = _open_policy(arguments, len(seeds), stack)
+        infer, policy_name = _open_policy(arguments, len(seeds), stack)
         keep = stack.enter_context(_kept(arguments.out / "outcomes.jsonl"))
         bar = stack.enter_context(ProgressBar(arguments.task, "episodes", len(seeds), after=0))
         num_successes = 0
@@ -118,17 +123,17 @@ def run_eval(args: list[str]) -> None:
 
         evaluation = evaluate(
             arguments.task,
-            ask,
+            infer,
             seeds,
             execute_horizon=arguments.execute_horizon,
             policy_name=policy_name,
             num_environments=arguments.num_environments,
             pixels=arguments.pixels,
             opposite=arguments.opposite,
-            watcher=watcher,
-            progress=on_outcome,
+            videos=writer,
+            on_outcome=on_outcome,
         )
-        videos = [] if watcher is None else watcher.written
+        videos = [] if writer is None else writer.written
         _remove_old_videos(arguments.out / "videos", videos)
         names = tuple(str(video.relative_to(arguments.out)) for video in videos)
         dataclasses.replace(evaluation, videos=names).write(arguments.out / "results.json")
@@ -149,13 +154,13 @@ def _seeds(arguments: EvalArguments) -> list[int]:
 
 def _open_policy(
     arguments: EvalArguments, num_episodes: int, stack: contextlib.ExitStack
-) -> tuple[Ask, str]:
+) -> tuple[Infer, str]:
     if arguments.policy.startswith(("ws://", "wss://")):
         connections = min(arguments.num_environments, num_episodes)
-        return stack.enter_context(ask_server(arguments.policy, connections))
+        return stack.enter_context(infer_with_server(arguments.policy, connections))
     from piston.inference import load_policy  # imports torch, which a server makes unnecessary
 
-    return ask_policy(load_policy(arguments.policy)), arguments.policy
+    return infer_with_policy(load_policy(arguments.policy)), arguments.policy
 
 
 @contextlib.contextmanager
@@ -190,11 +195,11 @@ def _remove_old_videos(folder: Path, videos: list[Path]) -> None:
 
 
 def _show(evaluation: Evaluation, out: Path) -> None:
-    sentence = ", asked for the opposite" if evaluation.opposite else ""
+    sentence = ", prompt asks for the opposite" if evaluation.opposite else ""
     screen = console()
     screen.print(f"{evaluation.task}, {evaluation.policy}{sentence}", soft_wrap=True, markup=False)
-    rows = [("fulfilled at some time", str(evaluation.success))]
-    rows.append(("still so at the end", str(evaluation.held)))
+    rows = [("succeeded", str(evaluation.success))]
+    rows.append(("held to the end", str(evaluation.held)))
     per_prompt = evaluation.per_prompt()
     if len(per_prompt) > 1:
         rows += [(f"  {prompt}", str(rate)) for prompt, rate in per_prompt.items()]
@@ -203,5 +208,5 @@ def _show(evaluation: Evaluation, out: Path) -> None:
     failed = [str(outcome.seed) for outcome in evaluation.outcomes if not outcome.success]
     screen.print(f"failed seeds: {', '.join(failed) or 'none'}")
     times = "  ".join(f"{p} % {1e3 * evaluation.latency(p):.0f} ms" for p in (50, 90, 99))
-    screen.print(f"a request took: {times}")
-    screen.print(f"every episode with its seed and start: {out / 'results.json'}")
+    screen.print(f"time per request: {times}")
+    screen.print(f"every episode with its seed and initial state: {out / 'results.json'}")

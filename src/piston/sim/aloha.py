@@ -1,9 +1,9 @@
-"""The simulated ALOHA robot: gym-aloha's worlds and rewards, drawn only when someone looks.
+"""The simulated ALOHA robot: gym-aloha's worlds and rewards, rendered only when needed.
 
-gym-aloha itself draws three large pictures in every step. `AlohaEnvironment` steps the same physics
-and the same task objects without; its one camera shows the centre half of gym-aloha's top picture.
-`StockAlohaEnvironment` is what `gymnasium.make` builds, untouched, cropped to the same view: a
-policy that works in one must work in the other.
+gym-aloha itself renders three large images in every step. `AlohaEnvironment` steps the same physics
+and task objects without; its one camera shows the centre half of gym-aloha's top image.
+`StockAlohaEnvironment` is what `gymnasium.make` builds, cropped to the same view: a policy that
+works in one must work in the other.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from PIL import Image
 from piston.sim.environment import Environment, Observation
 from piston.sim.rendering import View, pose_of, render, set_pose
 
-import dm_control.mujoco  # isort: skip  (after rendering, which decides on OpenGL)
-import gym_aloha  # noqa: F401  (makes its environments known to gymnasium)
+import dm_control.mujoco  # isort: skip  (after rendering, which chooses OpenGL)
+import gym_aloha  # noqa: F401  (registers its environments)
 import gymnasium
 from dm_control.rl.control import PhysicsError
 from gym_aloha.constants import ASSETS_DIR, DT, JOINTS
@@ -38,7 +38,7 @@ MAX_REWARD = 4
 
 _CAMERA = "cam_high"
 _STOCK_HEIGHT, _STOCK_WIDTH = 480, 640
-# gym-aloha's top camera sees 78° from top to bottom. Its centre half, as an angle:
+# The vertical field of view of gym-aloha's top camera is 78°. Its centre half as an angle:
 _TOP = View("top", float(np.degrees(2 * np.arctan(np.tan(np.radians(78 / 2)) / 2))))
 _FOR_PEOPLE = "angle"
 
@@ -49,7 +49,7 @@ class AlohaTask:
 
     name: str
     prompt: str
-    # Where gym-aloha keeps it.
+    # Its names in gym-aloha.
     gymnasium_id: str
     model_file: str
     task: Callable[[], Any]
@@ -84,7 +84,7 @@ TASKS = {task.name: task for task in (TRANSFER_CUBE, INSERTION)}
 
 
 class _Aloha(Environment):
-    """What both kinds share: joints, cameras, sentences and how an episode began."""
+    """What both kinds share: joints, cameras, prompts and initial states."""
 
     robot_type = "aloha"
     action_dim = state_dim = DIM
@@ -104,19 +104,19 @@ class _Aloha(Environment):
 
     def initial_state(self) -> dict[str, Any]:
         if self.seed is None:
-            raise ValueError(f"{self.name}: no episode has begun. Call reset(seed).")
+            raise ValueError(f"{self.name}: no episode has started. Call reset(seed).")
         poses = self.task.poses(self.seed).reshape(-1, 7).tolist()
         return {"seed": self.seed, "objects": dict(zip(self.task.objects, poses, strict=True))}
 
     def render(
         self, height: int = 480, width: int = 640, camera: str | None = None
     ) -> UInt8[np.ndarray, "h w 3"]:
-        return self._draw(View(camera or _FOR_PEOPLE), height, width)
+        return self._render(View(camera or _FOR_PEOPLE), height, width)
 
     def pose(self) -> Float[np.ndarray, " p"]:
         return pose_of(self._physics.model.ptr, self._physics.data.ptr)
 
-    def take_pose(self, pose: Float[np.ndarray, " p"]) -> None:
+    def set_pose(self, pose: Float[np.ndarray, " p"]) -> None:
         self.done = True
         set_pose(self._physics.model.ptr, self._physics.data.ptr, pose)
 
@@ -124,15 +124,15 @@ class _Aloha(Environment):
         try:
             return self._advance(action)
         except PhysicsError as error:
-            # A policy that has learned nothing may well command what no simulator survives.
+            # An untrained policy may send commands at which the simulation diverges.
             logger.warning("%s, seed %s: the episode ends here. %s", self.name, self.seed, error)
             return 0.0, False, True
 
     @abc.abstractmethod
     def _advance(self, action: Float[np.ndarray, " 14"]) -> tuple[float, bool, bool]:
-        """One step of the simulator: reward, whether the task is fulfilled, whether it ends."""
+        """Step the simulator; return reward, whether the task is fulfilled, whether it ends."""
 
-    def _draw(self, view: View, height: int, width: int) -> UInt8[np.ndarray, "h w 3"]:
+    def _render(self, view: View, height: int, width: int) -> UInt8[np.ndarray, "h w 3"]:
         model, data = self._physics.model.ptr, self._physics.data.ptr
         return render(self.task.model_file, model, data, view, height, width)
 
@@ -145,21 +145,21 @@ class _Aloha(Environment):
 
 
 class AlohaEnvironment(_Aloha):
-    """gym-aloha's physics, starts and rewards for a seed, with one small camera."""
+    """gym-aloha's physics, initial states and rewards, with one small camera."""
 
     def __init__(self, task: AlohaTask, pixels: int = 96) -> None:
         super().__init__(task, pixels)
         self._task = task.task()
-        # Constants are shared by all environments of the process; only the state is its own.
+        # All environments of the process share the model; each has its own state.
         self._physics = _physics(task.model_file).copy(share_model=True)
         self._substeps = round(DT / self._physics.timestep())
 
     def observe(self) -> Observation:
-        image = self._draw(_TOP, self.pixels, self.pixels)
+        image = self._render(_TOP, self.pixels, self.pixels)
         return self._observation(image, self._task.get_qpos(self._physics))
 
     def _reset(self, seed: int) -> None:
-        tasks.BOX_POSE[0] = self.task.poses(seed)  # how gym-aloha's tasks take their start
+        tasks.BOX_POSE[0] = self.task.poses(seed)  # gym-aloha's tasks read their initial poses here
         with self._physics.reset_context():
             self._task.initialize_episode(self._physics)
 
@@ -176,7 +176,7 @@ def _physics(model_file: str) -> dm_control.mujoco.Physics:
 
 
 class StockAlohaEnvironment(_Aloha):
-    """The environment as `gymnasium.make` builds it: slow, official, ends at the first success."""
+    """The environment as `gymnasium.make` builds it: slow, and it ends at the first success."""
 
     def __init__(self, task: AlohaTask, pixels: int = 96) -> None:
         super().__init__(task, pixels)
@@ -202,10 +202,11 @@ class StockAlohaEnvironment(_Aloha):
 def centre_half(
     image: UInt8[np.ndarray, "480 640 3"], pixels: int
 ) -> UInt8[np.ndarray, "pixels pixels 3"]:
-    """The part of gym-aloha's top picture that our camera shows, at our size."""
+    """Crop gym-aloha's top image to what our camera shows, and resize it."""
     if image.shape != (_STOCK_HEIGHT, _STOCK_WIDTH, 3):
         raise ValueError(
-            f"gym-aloha's top picture is {_STOCK_HEIGHT}×{_STOCK_WIDTH}, found {image.shape}."
+            f"gym-aloha's top image has shape {image.shape}, expected "
+            f"({_STOCK_HEIGHT}, {_STOCK_WIDTH}, 3)."
         )
     side = _STOCK_HEIGHT // 2
     left, top = (_STOCK_WIDTH - side) // 2, (_STOCK_HEIGHT - side) // 2

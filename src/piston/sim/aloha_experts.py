@@ -1,20 +1,144 @@
 """Scripted experts for the simulated ALOHA robot: cube transfer and peg insertion.
 
-An expert is a table per arm: at this step, the finger tips here, pointing so, this far open. The
-tables become joint angles (aloha_kinematics) and smooth motion between them, planned once from
-where the objects lie at the start. Nothing is corrected on the way: nothing needs to be.
+An expert is a table per arm: at this step, the finger tips are at this place, the gripper has this
+orientation and is open or closed. Closed-form inverse kinematics turn the tables into joint angles,
+with smooth motion between them, planned once from the initial poses of the objects.
+
+    waist ─ shoulder ─ upper arm ─ elbow ─ forearm ─┬─ forearm roll, wrist angle, wrist rotate
+                                                    └─ their axes meet in one point: the wrist
+
+The position of the wrist determines the first three joints, the orientation of the gripper the
+last three. Each arm has its own frame: x points to the middle of the table, y to the arm's left,
+z up.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from jaxtyping import Float
 
-from piston.sim.aloha_kinematics import LEFT, RIGHT, Arm, Grasp, joints_for
 from piston.sim.environment import Demonstration, Environment, Expert
+
+# -- inverse kinematics
+
+# Metres, from the robot's model.
+_SHOULDER_HEIGHT = 0.12705
+_UPPER_ARM = (0.05955, 0.3)  # forwards and up, when all joints are 0
+_FOREARM = 0.3
+_WRIST_TO_GRIPPER = 0.069744
+# From the gripper's origin to where its finger tips hold things.
+_GRIPPER_TO_GRASP = 0.135
+
+_UPPER_LENGTH = float(np.hypot(*_UPPER_ARM))
+_UPPER_LEAN = float(np.arctan2(*_UPPER_ARM))
+# Below this, forearm roll and wrist rotate turn about the same axis.
+_ALIGNED = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """The base of one arm and its orientation in the room."""
+
+    base: tuple[float, float]
+    # +1 if the arm's x axis is the room's, −1 if the arm faces the other way.
+    facing: int
+
+    def local(self, position: Float[np.ndarray, " 3"]) -> Float[np.ndarray, " 3"]:
+        """Transform a point of the room to the arm's frame."""
+        x, y, z = position
+        return np.array([self.facing * (x - self.base[0]), self.facing * (y - self.base[1]), z])
+
+    def bearing(self, position: Float[np.ndarray, " 3"]) -> float:
+        """Return the waist angle at which the arm faces a point of the room."""
+        x, y, _ = self.local(position)
+        return float(np.arctan2(y, x))
+
+
+LEFT = Arm(base=(-0.469, 0.5), facing=1)
+RIGHT = Arm(base=(0.469, 0.5), facing=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Grasp:
+    """Where the finger tips are, in the room; how the gripper points, in the arm's frame, radians.
+
+    At angles 0 the gripper points straight ahead and its fingers open sideways. `pitch` tips it
+    down, `yaw` turns it to the left, `roll` turns the fingers about the gripper's own axis.
+    """
+
+    position: tuple[float, float, float]
+    yaw: float = 0.0
+    pitch: float = 0.0
+    roll: float = 0.0
+
+
+def joints_for(arm: Arm, grasp: Grasp) -> Float[np.ndarray, " 6"]:
+    """Return waist, shoulder, elbow, forearm roll, wrist angle and wrist rotate.
+
+    Raise ValueError if the grasp is out of reach.
+    """
+    rotation = _about_z(grasp.yaw) @ _about_y(grasp.pitch) @ _about_x(grasp.roll)
+    gripper = _WRIST_TO_GRIPPER + _GRIPPER_TO_GRASP
+    wrist = arm.local(np.array(grasp.position)) - gripper * rotation[:, 0]
+    waist = np.arctan2(wrist[1], wrist[0])
+    shoulder, elbow = _reach(float(np.hypot(*wrist[:2])), wrist[2] - _SHOULDER_HEIGHT, grasp)
+    forearm = _about_z(waist) @ _about_y(shoulder + elbow)
+    return np.array([waist, shoulder, elbow, *_turn_wrist(forearm.T @ rotation)])
+
+
+def _reach(forwards: float, up: float, grasp: Grasp) -> tuple[float, float]:
+    """Return shoulder and elbow for this wrist position, with the elbow up."""
+    distance = np.hypot(forwards, up)
+    cosine = (_UPPER_LENGTH**2 + distance**2 - _FOREARM**2) / (2 * _UPPER_LENGTH * distance)
+    if abs(cosine) > 1:
+        raise ValueError(
+            f"{grasp} is out of reach: the wrist would be {distance:.3f} m from the shoulder, the "
+            f"arm spans {_UPPER_LENGTH - _FOREARM:.3f} to {_UPPER_LENGTH + _FOREARM:.3f} m."
+        )
+    # Of the upper arm, from the vertical; of the forearm, below the horizontal.
+    lean = np.pi / 2 - np.arctan2(up, forwards) - np.arccos(cosine)
+    rise = up - _UPPER_LENGTH * np.cos(lean)
+    dip = -np.arctan2(rise, forwards - _UPPER_LENGTH * np.sin(lean))
+    shoulder = lean - _UPPER_LEAN
+    return shoulder, dip - shoulder
+
+
+def _turn_wrist(rotation: Float[np.ndarray, "3 3"]) -> tuple[float, float, float]:
+    """Return the angles about x, y, x of the rotation; of the two solutions, the smaller roll."""
+    angle = np.arccos(np.clip(rotation[0, 0], -1.0, 1.0))
+    if angle < _ALIGNED:
+        return 0.0, 0.0, float(np.arctan2(rotation[2, 1], rotation[1, 1]))
+    roll = np.arctan2(rotation[1, 0], -rotation[2, 0])
+    rotate = np.arctan2(rotation[0, 1], rotation[0, 2])
+    if abs(roll) > np.pi / 2:
+        return _half_turn(roll), -angle, _half_turn(rotate)
+    return roll, angle, rotate
+
+
+def _half_turn(angle: float) -> float:
+    return angle - np.copysign(np.pi, angle)
+
+
+def _about_x(angle: float) -> Float[np.ndarray, "3 3"]:
+    cosine, sine = np.cos(angle), np.sin(angle)
+    return np.array([[1, 0, 0], [0, cosine, -sine], [0, sine, cosine]])
+
+
+def _about_y(angle: float) -> Float[np.ndarray, "3 3"]:
+    cosine, sine = np.cos(angle), np.sin(angle)
+    return np.array([[cosine, 0, sine], [0, 1, 0], [-sine, 0, cosine]])
+
+
+def _about_z(angle: float) -> Float[np.ndarray, "3 3"]:
+    cosine, sine = np.cos(angle), np.sin(angle)
+    return np.array([[cosine, -sine, 0], [sine, cosine, 0], [0, 0, 1]])
+
+
+# -- plans
 
 # Six joints and a gripper, at a step.
 Waypoint = tuple[int, Float[np.ndarray, " 7"]]
@@ -27,7 +151,7 @@ _REST = np.array([0.0, -0.96, 1.16, 0.0, -0.3, 0.0, CLOSED])
 TRANSFER_STEPS = 230
 INSERTION_STEPS = 230
 
-# Finger tips are this high when something lies between them: deeper, and they rub on the table.
+# Height of the finger tips while they hold something; lower, they would touch the table.
 _CUBE_HEIGHT = 0.025
 _PEG_HEIGHT = 0.023
 _SOCKET_HEIGHT = 0.026
@@ -35,7 +159,7 @@ _ABOVE = 0.12
 
 
 class ScriptedAloha(Expert):
-    """Carries out a plan that is made when the episode starts."""
+    """Executes a plan that is made when the episode starts."""
 
     def __init__(self, make_plan: Callable[[Poses], Plan]) -> None:
         self._make_plan = make_plan
@@ -52,7 +176,7 @@ class ScriptedAloha(Expert):
 def plan_transfer(poses: Poses) -> Plan:
     """The right arm lifts the cube to the middle, the left one takes it there from the side."""
     x, y, _ = poses["cube"][:3]
-    # Square to the cube would twist the forearm most, along the arm would grip its edges.
+    # Aligned with the cube would twist the forearm most; along the arm would grip its edges.
     yaw = RIGHT.bearing(np.array([x, y, 0.0])) / 2
     pick = {"yaw": yaw, "pitch": np.radians(72)}
     give = {"pitch": np.radians(64)}
@@ -84,7 +208,7 @@ def plan_transfer(poses: Poses) -> Plan:
 
 def plan_insertion(poses: Poses) -> Plan:
     """Both arms lift what lies before them to the middle; the peg is pushed into the socket."""
-    # Centres when the peg meets the pin inside the socket are 0.1 m apart. The peg sags a little.
+    # The centres are 0.1 m apart when the peg meets the pin in the socket. The peg sags a little.
     socket = _bring(LEFT, poses["socket"], _SOCKET_HEIGHT, (-0.08, 0.5, 0.2), (-0.05, 0.5, 0.2))
     peg = _bring(RIGHT, poses["peg"], _PEG_HEIGHT, (0.11, 0.5, 0.203), (0.03, 0.5, 0.203))
     return np.concatenate([move(socket, INSERTION_STEPS), move(peg, INSERTION_STEPS)], axis=1)
@@ -119,7 +243,7 @@ def _at(
 
 
 def move(waypoints: Sequence[Waypoint], num_steps: int) -> Float[np.ndarray, "t 7"]:
-    """Joint targets for every step: from rest to rest between waypoints, without jerks."""
+    """Return joint targets for every step: minimum-jerk motion between waypoints."""
     targets = np.empty((num_steps, 7))
     for (begin, start), (end, goal) in itertools.pairwise(waypoints):
         way = np.arange(1, end - begin + 1)[:, None] / (end - begin)

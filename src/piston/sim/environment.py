@@ -1,16 +1,16 @@
-"""One interface to every simulated robot, for recording and evaluation alike.
+"""The interface of every simulated robot, for recording and evaluation.
 
-An environment knows one world and what it asks of the robot; it knows nothing of policies. Many can
-live in one process: step them one by one, `observe` those that need a new chunk, and infer on all
-of these observations as one batch. Only `reset`, `observe` and `render` draw.
+Many environments can run in one process: step them one by one, `observe` those that need a new
+chunk, and infer on these observations as one batch. Only `reset`, `observe` and `render` create
+images.
 
     environment = make_environment("aloha_transfer_cube")
     observation = environment.reset(seed=0)
     while not environment.done:
         result = environment.step(action)
 
-Seeds below RECORDING_SEEDS are for evaluation, the ones from there on for recording, so that no
-policy is ever judged on a start that it was trained on.
+Seeds below RECORDING_SEEDS are for evaluation, those from there on for recording, so that no policy
+is evaluated on an initial state that it was trained on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from jaxtyping import Float, UInt8
 Observation = dict[str, Any]
 
 RECORDING_SEEDS = 1_000_000
-# Contacts flicker for single steps: a task counts as held if it was fulfilled this recently.
+# Contacts flicker for single steps: a task counts as held if it was fulfilled within these steps.
 _HELD_STEPS = 10
 
 
@@ -47,9 +47,9 @@ class Environment(abc.ABC):
     # What `make_environment` calls it, and the robot's name in data sets.
     name: str
     robot_type: str
-    # The sentence. A mixture's changes with every reset.
+    # The task as a sentence. In a mixture it may change with every reset.
     prompt: str
-    # In the same start, the sentence that asks for the opposite; None if there is none.
+    # The sentence that asks for the opposite from the same initial state; None if there is none.
     opposite_prompt: str | None = None
     action_dim: int
     state_dim: int
@@ -60,7 +60,7 @@ class Environment(abc.ABC):
     pixels: int
     # The robot's name for a camera → the data set's key.
     cameras: ClassVar[Mapping[str, str]]
-    # What each number of the action means; the state's is the same or its own.
+    # The meaning of each dimension.
     action_names: ClassVar[tuple[str, ...]]
     state_names: ClassVar[tuple[str, ...]]
 
@@ -72,22 +72,24 @@ class Environment(abc.ABC):
         self.ever_succeeded = False
 
     def reset(self, seed: int) -> Observation:
-        """Starts an episode. The same seed gives the same start, whatever happened before."""
+        """Start an episode. The same seed always gives the same initial state."""
         if seed < 0:
-            raise ValueError(f"Seeds count from 0, found {seed}.")
+            raise ValueError(f"The seed is {seed}; expected 0 or more.")
         self._recent.clear()
         self.seed, self.steps, self.done, self.ever_succeeded = seed, 0, False, False
         self._reset(seed)
         return self.observe()
 
     def step(self, action: Float[np.ndarray, " a"]) -> StepResult:
-        """Executes one action, in the robot's own space."""
+        """Execute one action, in the robot's own units."""
         if self.done:
-            raise ValueError(f"{self.name}: the episode is over or never began. Call reset(seed).")
+            raise ValueError(
+                f"{self.name}: the episode is over or has not started. Call reset(seed)."
+            )
         action = np.asarray(action, np.float64)
         if action.shape != (self.action_dim,):
             raise ValueError(
-                f"{self.name}: an action is {self.action_dim} numbers, found shape {action.shape}."
+                f"{self.name}: the action has shape {action.shape}, expected ({self.action_dim},)."
             )
         if not np.isfinite(action).all():
             raise ValueError(f"{self.name}: the action holds NaN or infinity: {action}.")
@@ -100,72 +102,72 @@ class Environment(abc.ABC):
 
     @property
     def success(self) -> bool:
-        """Whether the task is fulfilled now."""
+        """Whether the task is fulfilled in this step."""
         return bool(self._recent) and self._recent[-1]
 
     @property
     def held(self) -> bool:
-        """Whether the task is fulfilled now, give or take a contact that flickers."""
+        """Whether the task was fulfilled within the last steps."""
         return any(self._recent)
 
-    def close(self) -> None:  # noqa: B027  (most have nothing to give back)
-        """Gives back what other environments can use. The environment can be reset again."""
+    def close(self) -> None:  # noqa: B027  (most have nothing to release)
+        """Release what other environments can use. The environment can be reset again."""
 
     @abc.abstractmethod
     def observe(self) -> Observation:
-        """What the robot senses now. Draws its cameras."""
+        """Return what the robot senses now; renders its cameras."""
 
     @abc.abstractmethod
     def render(
         self, height: int = 480, width: int = 640, camera: str | None = None
     ) -> UInt8[np.ndarray, "h w 3"]:
-        """A picture for people; by default from a camera that shows what happens."""
+        """Return an image for people, by default from a camera that shows the whole scene."""
 
     @abc.abstractmethod
     def pose(self) -> Float[np.ndarray, " p"]:
-        """Where everything is now: little to keep, and enough to draw this moment later."""
+        """Return the small part of the state from which this moment can be rendered later."""
 
     @abc.abstractmethod
-    def take_pose(self, pose: Float[np.ndarray, " p"]) -> None:
-        """Puts the world into a pose of the same episode, to be drawn. The episode is over then."""
+    def set_pose(self, pose: Float[np.ndarray, " p"]) -> None:
+        """Set a pose of the same episode, for rendering. This ends the episode."""
 
     @abc.abstractmethod
     def initial_state(self) -> dict[str, Any]:
-        """How this episode began, in plain JSON values, to be stored with its outcome."""
+        """Return the initial state of this episode as JSON values, to store with its outcome."""
 
     @abc.abstractmethod
     def _reset(self, seed: int) -> None:
-        """Puts the world into the start that belongs to the seed."""
+        """Set the initial state of the seed."""
 
     @abc.abstractmethod
     def _step(self, action: Float[np.ndarray, " a"]) -> tuple[float, bool, bool]:
-        """Reward, whether the task is fulfilled, whether the world itself ends the episode."""
+        """Return the reward, whether the task is fulfilled, and whether the simulator ends here."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Demonstration:
-    """What an expert does in one step, and what should be learned from it: they may differ."""
+    """The action that an expert executes in one step, and the action to learn; they may differ."""
 
     executed: Float[np.ndarray, " a"]
     label: Float[np.ndarray, " a"]
 
 
 class Expert(abc.ABC):
-    """Solves one task, knowing more of the world than a camera shows."""
+    """Solves a task with access to the full state of the simulator."""
 
     @abc.abstractmethod
     def start(self, environment: Environment) -> None:
-        """Prepares for the episode that `environment` has just begun."""
+        """Prepare for the episode that `environment` has just started."""
 
     @abc.abstractmethod
     def act(self) -> Demonstration | None:
-        """The next step, or None when there is nothing left to do."""
+        """Return the next step, or None at the end."""
 
 
 def check_evaluation_seeds(seeds: Iterable[int]) -> None:
-    """Raises for a seed that a recording may have used."""
+    """Raise ValueError for a seed that a recording may have used."""
     if wrong := [seed for seed in seeds if not 0 <= seed < RECORDING_SEEDS]:
         raise ValueError(
-            f"Evaluation seeds go from 0 to {RECORDING_SEEDS - 1:,}, found {wrong[0]:,}: the ones "
-            "above belong to recordings, and a policy may have seen them."
+            f"Evaluation seeds go from 0 to {RECORDING_SEEDS - 1:,}, found {wrong[0]:,}: larger "
+            "ones are for recording, and a policy may have been trained on them."
         )

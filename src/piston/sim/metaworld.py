@@ -1,7 +1,7 @@
-"""MetaWorld: one arm and fifty tasks, told apart by a sentence; and its own scripted policies.
+"""MetaWorld: one arm, fifty tasks named by a sentence, and the package's scripted policies.
 
-The package ignores `reset(seed=)`, marks goals in the picture and leaves the camera open: here a
-seed means a start, marks are not drawn (see rendering), and one camera looks over the table.
+The package ignores `reset(seed=)`, marks goals in the image and leaves the camera open. Here a seed
+determines the initial state, markers are not rendered, and one camera shows the table.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from piston.sim.environment import (
 from piston.sim.metaworld_tasks import ACTION_REPEAT, MetaworldTask
 from piston.sim.rendering import View, pose_of, render, set_pose
 
-import mujoco  # isort: skip  (after rendering, which decides on OpenGL)
+import mujoco  # isort: skip  (after rendering, which chooses OpenGL)
 from metaworld.env_dict import ALL_V3_ENVIRONMENTS
 from metaworld.policies import ENV_POLICY_MAP
 
@@ -31,25 +31,25 @@ _PACKAGE_HZ = 80
 _CAMERA = "corner4"
 _VIEW = View(_CAMERA, 45.0)
 
-# Of the hand's motion, in units of the action; and how much of it stays from step to step.
-_NOISE, _NOISE_MEMORY = 0.3, 0.5
+# Noise on the hand's motion in units of the action, and its correlation from step to step.
+_NOISE, _NOISE_CORRELATION = 0.3, 0.5
 _NOISY_EPISODES = 0.75
-# After success, so that there are examples of being done.
+# Steps recorded after success, as examples of a finished task.
 _STEPS_AFTER_SUCCESS = 5
 
 
 class _World:
-    """One of the package's environments. A start changes its model, so it is never shared."""
+    """One of the package's environments. A reset changes its model, so it is not shared."""
 
     def __init__(self, task: MetaworldTask) -> None:
         self.source = task.package_name
         self._start = task.start
-        # The class itself: the package's wrappers draw starts from a global random state.
+        # The class itself: the package's wrappers use a global random state.
         package: Any = ALL_V3_ENVIRONMENTS[task.package_name]()
         package._set_task_called = True
         package._freeze_rand_vec = False
         package.seeded_rand_vec = True
-        # Some scripted policies look at the goal.
+        # Some scripted policies read the goal.
         package._partially_observable = False
         del package.sawyer_observation_space
         if task.start is not None:
@@ -58,7 +58,7 @@ class _World:
         self.package = package
 
     def reset(self, seed: int) -> Float[np.ndarray, " 39"]:
-        """The package's full observation, at the start that belongs to the seed."""
+        """Return the package's full observation in the initial state of the seed."""
         self.package.seed(seed)
         observation, _ = self.package.reset()
         if self._start is None:
@@ -75,11 +75,11 @@ _idle: dict[str, list[_World]] = {}
 
 
 class MetaworldEnvironment(Environment):
-    """One task, or a mixture: then the seed decides on the task.
+    """One task, or a mixture in which the seed selects the task.
 
-    With n tasks, seeds n·k to n·k + n − 1 are the n tasks, each with its k-th start. Tasks that
-    share a scene share its starts. Starts of recordings are never those of evaluations, in no
-    mixture: their numbers begin at RECORDING_SEEDS as the seeds do.
+    With n tasks, seeds n·k to n·k + n − 1 are the n tasks, each with its k-th initial state. Tasks
+    with the same scene share initial states. In every mixture the initial states of recordings and
+    of evaluations are disjoint: those of recordings are numbered from RECORDING_SEEDS on.
     """
 
     robot_type = "sawyer"
@@ -100,28 +100,28 @@ class MetaworldEnvironment(Environment):
 
     def observe(self) -> Observation:
         return {
-            "images": {_CAMERA: self._draw(_VIEW, self.pixels, self.pixels)},
-            # Hand and gripper only: where things are must be seen.
+            "images": {_CAMERA: self._render(_VIEW, self.pixels, self.pixels)},
+            # Hand and gripper only: objects are visible in the image alone.
             "state": self.full_observation[:4].astype(np.float32),
             "prompt": self.prompt,
         }
 
     @property
     def full_observation(self) -> Float[np.ndarray, " 39"]:
-        """What the package tells, with the places of objects and goal: for experts only."""
+        """The package's observation with the positions of objects and goal; for experts only."""
         self._running()
         return self._sensed
 
     def render(
         self, height: int = 480, width: int = 640, camera: str | None = None
     ) -> UInt8[np.ndarray, "h w 3"]:
-        return self._draw(View(camera) if camera else _VIEW, height, width)
+        return self._render(View(camera) if camera else _VIEW, height, width)
 
     def pose(self) -> Float[np.ndarray, " p"]:
         package = self._running().package
         return pose_of(package.model, package.data)
 
-    def take_pose(self, pose: Float[np.ndarray, " p"]) -> None:
+    def set_pose(self, pose: Float[np.ndarray, " p"]) -> None:
         self.done = True
         package = self._running().package
         set_pose(package.model, package.data, pose)
@@ -159,7 +159,7 @@ class MetaworldEnvironment(Environment):
             self._sensed, reward, _, _, info = self._running().package.step(action)
         return float(reward), bool(info["success"]), False
 
-    def _draw(self, view: View, height: int, width: int) -> UInt8[np.ndarray, "h w 3"]:
+    def _render(self, view: View, height: int, width: int) -> UInt8[np.ndarray, "h w 3"]:
         world = self._running()
         model, data = world.package.model, world.package.data
         image = render(world.source, model, data, view, height, width)
@@ -168,13 +168,13 @@ class MetaworldEnvironment(Environment):
 
     def _running(self) -> _World:
         if self._world is None:
-            raise ValueError(f"{self.name}: no episode has begun. Call reset(seed).")
+            raise ValueError(f"{self.name}: no episode has started. Call reset(seed).")
         return self._world
 
 
 class MetaworldExpert(Expert):
-    """The package's scripted policy. In most episodes its hand is pushed about, and what it wanted
-    to do is the label: so there are examples of finding back.
+    """The package's scripted policy. In most episodes noise is added to the executed action, while
+    the label is the intended one: so the data contain examples of recovery.
     """
 
     def start(self, environment: Environment) -> None:
@@ -183,7 +183,7 @@ class MetaworldExpert(Expert):
         self._environment = environment
         policy: Any = ENV_POLICY_MAP[environment.task.package_name]
         self._policy = policy()
-        # Not the stream that the start was drawn from.
+        # Not the random stream of the initial state.
         self._random = np.random.default_rng([environment.seed, 1])
         self._noisy = self._random.random() < _NOISY_EPISODES
         self._push = np.zeros(3)
@@ -195,13 +195,13 @@ class MetaworldExpert(Expert):
         if self._environment.done or self._steps_left < 0:
             return None
         with warnings.catch_warnings():
-            # The policies ask for more than the arm can do, on purpose.
+            # The policies command more than the arm can do, on purpose.
             warnings.filterwarnings("ignore", message="Constant\\(s\\) may be too high")
-            wanted = self._policy.get_action(self._environment.full_observation)
-        label = np.clip(wanted, -1.0, 1.0)
+            intended = self._policy.get_action(self._environment.full_observation)
+        label = np.clip(intended, -1.0, 1.0)
         executed = label.copy()
         if self._noisy:
-            fresh = self._random.normal(0.0, _NOISE, 3) * np.sqrt(1 - _NOISE_MEMORY**2)
-            self._push = _NOISE_MEMORY * self._push + fresh
+            fresh = self._random.normal(0.0, _NOISE, 3) * np.sqrt(1 - _NOISE_CORRELATION**2)
+            self._push = _NOISE_CORRELATION * self._push + fresh
             executed[:3] = np.clip(executed[:3] + self._push, -1.0, 1.0)
         return Demonstration(executed, label)

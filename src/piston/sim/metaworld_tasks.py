@@ -1,7 +1,7 @@
-"""MetaWorld's tasks by name: the sentence that asks for each, and how it starts.
+"""MetaWorld's tasks by name: prompt and initial state. Plain data that imports no simulator.
 
-Plain data: knows nothing of the package. Four tasks are ours by their start: drawer and window
-stand half open, so that the picture alone does not tell whether to open or to close them.
+Four tasks are Piston's own: drawer and window start half open, so that the image alone does not
+show whether to open or to close them.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ _HALFWAY_MAX_STEPS = 100
 
 @dataclasses.dataclass(frozen=True)
 class Halfway:
-    """A start in the middle, the same for a task and its opposite."""
+    """An initial state in the middle, the same for a task and its opposite."""
 
     joint: str
-    # Where the joint starts, at random in between: as far from open as from closed.
+    # Range of the joint's initial position: as far from open as from closed.
     span: tuple[float, float]
-    # Where the object stands, at random in between.
+    # Range of the object's position.
     low: tuple[float, float, float]
     high: tuple[float, float, float]
 
 
 @dataclasses.dataclass(frozen=True)
 class MetaworldTask:
-    """A task of the package, the sentence that asks for it, and how it starts."""
+    """A task of the package with its prompt and initial state."""
 
     name: str
     # The package's name for it.

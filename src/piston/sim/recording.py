@@ -1,11 +1,10 @@
 """Demonstrations in simulation, written as a LeRobot data set.
 
-    seeds ──▶ worker processes: simulate, draw ──▶ this process, in the seeds' order ──▶ Recorder
+    seeds ──▶ worker processes: simulate, render ──▶ this process, in the seeds' order ──▶ Recorder
 
-Only episodes that end in success are kept. What comes out depends on the task, the seed and the
-number of episodes; not on the number of workers, nor on how often it was stopped and resumed. For
-that, `meta/simulation.jsonl` remembers every seed that was tried. The workers end when this process
-does, however it ends.
+Only episodes that end in success are kept. The data set depends on the task, the seed and the
+number of episodes, not on the number of workers or on interruptions: `meta/simulation.jsonl` lists
+every seed that was tried. The workers end when this process does, however it ends.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import json
 import logging
 import multiprocessing
 import multiprocessing.connection
@@ -21,7 +19,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -31,24 +29,25 @@ import numpy as np
 
 from piston.data.recorder import Recorder
 from piston.data.writer import INFO, read_info
-from piston.sim.catalog import make_environment, make_expert
+from piston.files import append_json_lines, read_json_lines, write_json_lines
+from piston.progress import Progress, no_progress
+from piston.signals import ignore_stop_signals
+from piston.sim import make_environment, make_expert
 from piston.sim.environment import RECORDING_SEEDS, Environment, Expert, Observation
 
 logger = logging.getLogger(__name__)
 
 LOG = Path("meta/simulation.jsonl")
-# Each --seed has this many starts of its own.
+# Initial states per value of --seed.
 SEEDS_PER_RECORDING = 1_000_000
 _MAX_RECORDING = 4000  # gym-aloha's random numbers take seeds below 2³²
-# Fewer successes than this among so many tries: something is wrong, not unlucky.
+# A success rate below this after so many tries means that something is wrong.
 _MIN_SUCCESS, _TRIES = 0.1, 30
-
-Progress = Callable[[int, int], None]  # told how many episodes are kept, how many were tried
 
 
 @dataclasses.dataclass(frozen=True)
 class Recording:
-    """What to record. Two recordings with different seeds share no start."""
+    """What to record. Recordings with different seeds share no initial state."""
 
     task: str
     seed: int = 0
@@ -61,7 +60,7 @@ class Recording:
 
     @property
     def first_seed(self) -> int:
-        """Of the environment. Evaluation's seeds are all smaller."""
+        """The environment's first seed. The seeds of evaluations are all smaller."""
         return RECORDING_SEEDS + self.seed * SEEDS_PER_RECORDING
 
 
@@ -76,7 +75,7 @@ class Episode:
 
 
 class Recorded(NamedTuple):
-    """What a data set holds after recording, and how many tries that took in all."""
+    """The number of episodes in the data set after recording, and of all tries."""
 
     num_episodes: int
     num_tried: int
@@ -89,11 +88,13 @@ def record(
     *,
     workers: int = 2,
     codec: str = "h264",
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> Recorded:
-    """Records until `out` holds at least that many episodes, keeping those it has."""
+    """Record until `out` holds at least `num_episodes`; existing episodes are kept."""
     if num_episodes < 1 or workers < 1:
-        raise ValueError(f"Nothing to do with {num_episodes} episodes and {workers} workers.")
+        raise ValueError(
+            f"num_episodes is {num_episodes} and workers {workers}; expected at least 1."
+        )
     environment = make_environment(recording.task, pixels=recording.pixels)
     # The environment's own size and the same size given as a number are one recording.
     recording = dataclasses.replace(recording, pixels=environment.pixels)
@@ -115,26 +116,26 @@ def record(
                 if episode.success and not tried.is_saved(episode):
                     _save(recorder, episode)
                 tried.add(episode)
-                if progress is not None:
-                    progress(recorder.num_episodes, tried.num_tried)
+                failed = tried.num_tried - recorder.num_episodes
+                progress(recorder.num_episodes, num_episodes, f"{failed} failed")
         return Recorded(recorder.num_episodes, tried.num_tried)
 
 
 def _check_codec(out: Path, codec: str) -> None:
-    """A set has one codec, which its info.json declares once there is a video."""
+    """Raise ValueError if the data set has videos in another codec."""
     if not (out / INFO).exists():
         return
     entries = read_info(out)["features"].values()
     for found in ((entry.get("info") or {}).get("video.codec") for entry in entries):
         if found not in (None, codec):
             raise ValueError(
-                f"{out} holds videos in {found}, asked for is {codec}. Go on with the codec "
+                f"The videos in {out} are {found}, but --codec is {codec}. Continue with --codec "
                 f"{found}, or choose another folder."
             )
 
 
 def features(environment: Environment) -> dict[str, dict[str, Any]]:
-    """The data set's columns, under LeRobot's names."""
+    """Return the data set's features under LeRobot's names."""
     image = (environment.pixels, environment.pixels, 3)
     return {
         **{key: {"dtype": "video", "shape": image} for key in environment.cameras.values()},
@@ -148,7 +149,7 @@ def _vector(names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def demonstrate(environment: Environment, expert: Expert, seed: int) -> Episode:
-    """One try. It succeeds if the task is still fulfilled when the expert is done."""
+    """Run one try. It succeeds if the task is still fulfilled at its end."""
     observation = environment.reset(seed)
     expert.start(environment)
     frames = []
@@ -178,13 +179,13 @@ def _save(recorder: Recorder, episode: Episode) -> None:
 
 
 class _Tried:
-    """The seeds that were tried, on disk: one JSON line each, after a line on the recording."""
+    """The seeds that were tried, as JSON lines after a line that describes the recording."""
 
     def __init__(self, path: Path, lines: list[dict[str, Any]], num_saved: int) -> None:
         self._path = path
         self.num_tried = len(lines)
         self._num_successes = sum(line["success"] for line in lines)
-        # Saved in the data set, but its line was never written: we were stopped in between.
+        # Saved in the data set, but stopped before the line was written.
         self._num_unlogged = num_saved - self._num_successes
 
     @classmethod
@@ -196,10 +197,12 @@ class _Tried:
                     f"{path.parent.parent} holds {num_saved} episodes that were not recorded here "
                     f"(no {path.name}). Choose another folder."
                 )
-            path.write_text(json.dumps(header) + "\n")
-        found, *lines = _read_lines(path)
+            write_json_lines(path, [header])
+        # A process that was killed may have left part of a line.
+        found, *lines = whole = [line for _, line in read_json_lines(path) if line is not None]
+        write_json_lines(path, whole)
         if found.get("pixels", 0) is None:
-            # Written before the real size was noted here. The recorder has compared the images.
+            # Written by an early version. The recorder has compared the images.
             found["pixels"] = recording.pixels
         if found != header:
             raise ValueError(
@@ -215,36 +218,26 @@ class _Tried:
     def add(self, episode: Episode) -> None:
         if self.is_saved(episode):
             self._num_unlogged -= 1
-        with self._path.open("a") as file:
-            file.write(json.dumps({"seed": episode.seed, "success": episode.success}) + "\n")
+        append_json_lines(self._path, [{"seed": episode.seed, "success": episode.success}])
         self.num_tried += 1
         self._num_successes += episode.success
         if self.num_tried >= _TRIES and self._num_successes < _MIN_SUCCESS * self.num_tried:
             raise ValueError(
                 f"Only {self._num_successes} of {self.num_tried} tries succeeded: the expert does "
-                "not fit this task."
+                "not solve this task."
             )
-
-
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """All whole lines. The last may be cut off: then it is removed from the file as well."""
-    text = path.read_text()
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        path.write_text(whole)
-    return [json.loads(line) for line in whole.splitlines()]
 
 
 @contextlib.contextmanager
 def _episodes(
     recording: Recording, seeds: Iterator[int], environment: Environment, workers: int
 ) -> Iterator[Iterator[Episode]]:
-    """Tries in the order of the seeds, without end."""
+    """Yield an endless iterator over tries, in the order of the seeds."""
     if workers == 1:
         expert = make_expert(recording.task)
         yield (demonstrate(environment, expert, seed) for seed in seeds)
         return
-    # Not forked: a process with threads and OpenGL cannot be.
+    # Not forked: that is not safe with threads and OpenGL.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, context, _start_worker, (recording,))
     try:
@@ -262,8 +255,8 @@ def _in_order(pool: ProcessPoolExecutor, seeds: Iterator[int], ahead: int) -> It
             yield waiting.popleft().result()
         except BrokenProcessPool as error:
             raise OSError(
-                "A simulating process ended by itself; was there enough memory? What is recorded "
-                "so far is safe: run the same command again to go on."
+                "A simulation process ended unexpectedly; it may have run out of memory. What has "
+                "been recorded is safe: run the same command again to continue."
             ) from error
 
 
@@ -272,22 +265,22 @@ _worker: tuple[Environment, Expert] | None = None
 
 def _start_worker(recording: Recording) -> None:
     global _worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
+    ignore_stop_signals(signal.SIGINT)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    # Mesa would draw with extra threads, one per core, in every worker.
+    # Mesa would render with extra threads, one per core, in every worker.
     os.environ.setdefault("LP_NUM_THREADS", "0")
     environment = make_environment(recording.task, pixels=recording.pixels)
     _worker = environment, make_expert(recording.task)
 
 
 def _end_with_parent() -> None:
-    """A parent that was killed cannot tell its workers: they would wait for work for ever."""
+    """End this worker when its parent ends: a killed parent cannot tell its workers."""
     parent = multiprocessing.parent_process()
-    assert parent is not None  # it is None only in a process that nobody started
+    assert parent is not None  # None only in the main process
     multiprocessing.connection.wait([parent.sentinel])
     os._exit(1)
 
 
 def _work(seed: int) -> Episode:
-    assert _worker is not None  # set by _start_worker, says so to mypy
+    assert _worker is not None  # set by _start_worker
     return demonstrate(*_worker, seed)

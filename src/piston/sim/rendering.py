@@ -1,14 +1,14 @@
-"""Pictures of a MuJoCo world, off screen.
+"""Off-screen images of a MuJoCo world.
 
-Knows models, cameras and pixels; knows nothing of robots or tasks. One thread per process owns
-OpenGL, because a context belongs to a thread: environments may be drawn from any thread, and other
-libraries' contexts are never disturbed. Everything that was compiled from the same XML shares one
-set of meshes on the OpenGL side, so a hundred environments cost no more than one.
+One thread per process owns OpenGL, because a context belongs to a thread: environments may be
+rendered from any thread, and contexts of other libraries are not disturbed. Everything that was
+compiled from the same XML shares one set of meshes in OpenGL, so a hundred environments cost no
+more than one.
 
-OpenGL usually runs on the CPU here, where a frame must take milliseconds. So there are no shadows;
-geoms outside the camera's view are not sent; and edges are smoothed by drawing at twice the size
-and averaging, which is three times faster there than OpenGL's own way. Sites are never drawn: they
-are the simulator's marks, and some mark the goal.
+OpenGL usually runs on the CPU here, where a frame must take milliseconds. So there are no shadows,
+geoms outside the camera's view are not sent, and edges are smoothed by rendering at twice the size
+and averaging, which is three times faster on a CPU than OpenGL's own antialiasing. Sites are never
+rendered: they are the simulator's markers, and some mark the goal.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import dataclasses
 import functools
 import importlib
 import logging
+import os
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,16 +29,86 @@ import numpy as np
 from jaxtyping import Bool, Float, UInt8
 from PIL import Image
 
-from piston.sim.opengl import RenderingUnavailable, choose_opengl
+VARIABLE = "MUJOCO_GL"
+
+_EGL_PLATFORM_DEVICE_EXT = 0x313F
+_GL_RGBA = 0x1908
+_MAX_DEVICES = 16
+_OSMESA_LIBRARIES = ("libOSMesa.so.8", "libOSMesa.so.6", "libOSMesa.so")
+
+
+class RenderingUnavailable(OSError):
+    """This machine cannot render off screen; the message says what to install."""
+
+
+def choose_opengl() -> str | None:
+    """Set MUJOCO_GL unless the user has, and return it; None where MuJoCo needs no choice.
+
+    MuJoCo reads the variable when it is imported. PyOpenGL and MuJoCo keep the first choice, so
+    the system libraries are tried with ctypes instead.
+    """
+    if chosen := os.environ.get(VARIABLE):
+        return chosen
+    if not sys.platform.startswith("linux"):
+        return None
+    for name, works in (("egl", egl_works), ("osmesa", osmesa_works)):
+        if works():
+            os.environ[VARIABLE] = name
+            return name
+    raise RenderingUnavailable(
+        "No OpenGL that renders without a screen was found: EGL has no device and OSMesa is not "
+        "installed. On Debian or Ubuntu: apt install libegl1 libgl1 (or libosmesa6, slower)."
+    )
+
+
+def egl_works() -> bool:
+    """Return whether EGL has a device that can be opened as MuJoCo opens it."""
+    try:
+        egl = ctypes.CDLL("libEGL.so.1")
+    except OSError:
+        return False
+    egl.eglGetProcAddress.restype = ctypes.c_void_p
+    query = egl.eglGetProcAddress(b"eglQueryDevicesEXT")
+    get_display = egl.eglGetProcAddress(b"eglGetPlatformDisplayEXT")
+    if not query or not get_display:
+        return False
+    devices, count = (ctypes.c_void_p * _MAX_DEVICES)(), ctypes.c_int()
+    pointer = ctypes.c_void_p
+    query_devices = ctypes.CFUNCTYPE(ctypes.c_uint, ctypes.c_int, pointer, pointer)(query)
+    platform_display = ctypes.CFUNCTYPE(pointer, ctypes.c_uint, pointer, pointer)(get_display)
+    if not query_devices(_MAX_DEVICES, ctypes.byref(devices), ctypes.byref(count)):
+        return False
+    egl.eglInitialize.argtypes = (pointer, pointer, pointer)
+    for device in devices[: count.value]:
+        display = platform_display(_EGL_PLATFORM_DEVICE_EXT, device, None)
+        if display and egl.eglInitialize(display, None, None):
+            return True
+    return False
+
+
+def osmesa_works() -> bool:
+    """Return whether OSMesa is installed and creates a context."""
+    for name in _OSMESA_LIBRARIES:
+        try:
+            osmesa = ctypes.CDLL(name)
+        except OSError:
+            continue
+        osmesa.OSMesaCreateContextExt.restype = ctypes.c_void_p
+        context = osmesa.OSMesaCreateContextExt(_GL_RGBA, 24, 8, 0, None)
+        if context:
+            osmesa.OSMesaDestroyContext(ctypes.c_void_p(context))
+            return True
+    return False
+
 
 _OPENGL = choose_opengl()
-# Which bindings were found and how helps nobody; that something fails is told all the same.
+# Their lines on which bindings were found are of no use; warnings and errors are still logged.
 for _chatty in ("OpenGL", "absl"):
     logging.getLogger(_chatty).setLevel(logging.WARNING)
 import mujoco  # noqa: E402  (reads MUJOCO_GL when it is imported)
 
 _MAX_GEOMS = 2000
-# Joints, and what is moved from outside.
+# Joint positions and mocap bodies.
 _POSE = int(
     mujoco.mjtState.mjSTATE_QPOS
     | mujoco.mjtState.mjSTATE_MOCAP_POS
@@ -62,14 +134,14 @@ class View:
 def render(
     source: str, model: mujoco.MjModel, data: mujoco.MjData, view: View, height: int, width: int
 ) -> UInt8[np.ndarray, "h w 3"]:
-    """Draws the world as it is now. `source` names the XML from which the model was compiled."""
+    """Render the world as it is now. `source` names the XML from which the model was compiled."""
     if height < 1 or width < 1:
         raise ValueError(f"An image needs at least one pixel, found {height}×{width}.")
     return _thread.submit(_render, source, model, data, view, height, width).result()
 
 
 def pose_of(model: mujoco.MjModel, data: mujoco.MjData) -> Float[np.ndarray, " p"]:
-    """All that a picture of this moment depends on, the model aside."""
+    """Return the part of the state that an image of this moment depends on."""
     pose = np.empty(mujoco.mj_stateSize(model, _POSE))
     mujoco.mj_getState(model, data, pose, _POSE)
     return pose
@@ -88,7 +160,7 @@ def _render(
 
 
 class _Canvas:
-    """Where worlds of one kind are drawn. Lives on the render thread."""
+    """The OpenGL resources of one kind of world. Used on the render thread only."""
 
     def __init__(self, model: mujoco.MjModel) -> None:
         _opengl()
@@ -145,7 +217,7 @@ def _canvas(source: str, model: mujoco.MjModel) -> _Canvas:
 
 
 def _context_class() -> type[Any]:
-    """By name, because someone may have imported mujoco before MUJOCO_GL was chosen."""
+    """Import it by name: mujoco may have been imported before MUJOCO_GL was set."""
     if _OPENGL in ("egl", "osmesa"):
         return importlib.import_module(f"mujoco.{_OPENGL}").GLContext
     return mujoco.GLContext
@@ -153,17 +225,17 @@ def _context_class() -> type[Any]:
 
 @functools.cache
 def _opengl() -> Any:
-    """The process's context, made current on the render thread for good."""
+    """Create the context of this process and make it current on the render thread."""
     try:
         context = _context_class()(_INITIAL_BUFFER[1], _INITIAL_BUFFER[0])
         context.make_current()
     except Exception as error:
         raise RenderingUnavailable(
-            f"OpenGL gave no context ({error}). Unset MUJOCO_GL to have a working one chosen, or "
-            "install one: apt install libegl1 libgl1 (or libosmesa6)."
+            f"OpenGL could not create a context ({error}). Unset MUJOCO_GL to choose another one "
+            "automatically, or install one: apt install libegl1 libgl1 (or libosmesa6)."
         ) from error
-    # Never freed before the process ends: at exit, dm_control closes the display that both use, and
-    # freeing would then fail with a page of noise. One reference more keeps __del__ from running.
+    # Never freed: at exit dm_control closes the display that both use, and freeing would then print
+    # errors. One more reference keeps __del__ from running.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(context))
     return context
 
@@ -184,7 +256,7 @@ def _camera_set_up(
     field_of_view: float | None,
     aspect: float,
 ) -> Iterator[None]:
-    """The model with this field of view and without what the camera cannot see; undone at exit."""
+    """Set the field of view and hide geoms that the camera cannot see; undo both at exit."""
     own_view = float(model.cam_fovy[camera])
     groups = model.geom_group.copy()
     try:
@@ -200,7 +272,7 @@ def _camera_set_up(
 def _out_of_sight(
     model: mujoco.MjModel, data: mujoco.MjData, camera: int, aspect: float
 ) -> Bool[np.ndarray, " geoms"]:
-    """Geoms whose bounding box lies wholly beyond one of the four sides of the view."""
+    """Find geoms whose bounding box lies entirely beyond one of the four sides of the view."""
     boxes = model.geom_aabb[:, None, :3] + model.geom_aabb[:, None, 3:] * _BOX_CORNERS
     world = boxes @ data.geom_xmat.reshape(-1, 3, 3).swapaxes(1, 2) + data.geom_xpos[:, None]
     seen = (world - data.cam_xpos[camera]) @ data.cam_xmat[camera].reshape(3, 3)

@@ -1,25 +1,29 @@
-"""Episodes with a policy in control: many environments step in one process and ask together.
+"""Episodes controlled by a policy: many environments step in one process and share requests.
 
-    environment 1 ─┐                         ┌─ chunk ─▶ step, step, step …
-    environment 2 ─┼─ observations ─▶ ask ───┼─ chunk ─▶
-    environment 3 ─┘    (one batch)          └─ chunk ─▶
+    environment 1 ─┐                           ┌─ chunk ─▶ step, step, step …
+    environment 2 ─┼─ observations ─▶ infer ───┼─ chunk ─▶
+    environment 3 ─┘    (one batch)            └─ chunk ─▶
 
-Every seed has an episode of its own; its outcome does not depend on which others run beside it.
-Whoever answers, in this process or behind a websocket, is only a function here.
+Each seed is one episode; its outcome does not depend on the episodes that run beside it. A policy,
+in this process or behind a websocket, is a function from observations to chunks here.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from fractions import Fraction
+from pathlib import Path
 from typing import Any, Protocol
 
+import av
 import numpy as np
 
 from piston.client import Client, ServerError
-from piston.sim.catalog import make_environment
+from piston.sim import make_environment
 from piston.sim.environment import (
     Environment,
     Observation,
@@ -28,20 +32,11 @@ from piston.sim.environment import (
 )
 from piston.sim.scores import Evaluation, Outcome, Trace
 
-# Observations in, a chunk of the robot's actions (steps, dim) for each of them out.
-Ask = Callable[[Sequence[Observation]], Sequence[np.ndarray]]
-Progress = Callable[[Outcome], None]
+# From observations to a chunk of the robot's actions (steps, dim) for each.
+Infer = Callable[[Sequence[Observation]], Sequence[np.ndarray]]
 
-
-class Watcher(Protocol):
-    """Sees every step of every episode, to make videos of some.
-
-    An episode that ended may be posed anew: nobody steps it again.
-    """
-
-    def saw(self, environment: Environment) -> None: ...
-
-    def ended(self, environment: Environment, outcome: Outcome) -> None: ...
+_VIDEO_HEIGHT, _VIDEO_WIDTH = 240, 320
+_VIDEO_FPS = 12.5
 
 
 class BatchPolicy(Protocol):
@@ -50,30 +45,30 @@ class BatchPolicy(Protocol):
     def infer_batch(self, observations: Sequence[Any], /) -> list[dict[str, Any]]: ...
 
 
-def ask_policy(policy: BatchPolicy) -> Ask:
-    """All observations as one batch."""
+def infer_with_policy(policy: BatchPolicy) -> Infer:
+    """Infer on all observations as one batch."""
     return lambda observations: [one["actions"] for one in policy.infer_batch(observations)]
 
 
 @contextmanager
-def ask_server(uri: str, connections: int) -> Iterator[tuple[Ask, str]]:
-    """Every environment as a robot of its own: the server sees as many clients.
+def infer_with_server(uri: str, connections: int) -> Iterator[tuple[Infer, str]]:
+    """Connect each environment as a client of its own.
 
-    Gives also what is asked, in words: the address and, where the server says it, the policy.
+    Yield also a name for the results: the address and, if the server tells it, the policy.
     """
     clients = [Client(uri) for _ in range(connections)]
     pool = ThreadPoolExecutor(connections)
 
-    def ask(observations: Sequence[Observation]) -> list[np.ndarray]:
+    def infer(observations: Sequence[Observation]) -> list[np.ndarray]:
         answers = pool.map(lambda pair: pair[0].infer(pair[1]), zip(clients, observations))
         try:
             return [answer["actions"] for answer in answers]
         except ServerError as error:
-            raise ValueError(f"{uri} refused an observation: {error}") from error
+            raise ValueError(f"{uri} rejected an observation: {error}") from error
 
     try:
         name = clients[0].metadata.get("piston", {}).get("name")
-        yield ask, f"{uri} ({name})" if name else uri
+        yield infer, f"{uri} ({name})" if name else uri
     finally:
         pool.shutdown()
         for client in clients:
@@ -81,7 +76,7 @@ def ask_server(uri: str, connections: int) -> Iterator[tuple[Ask, str]]:
 
 
 class _Episode:
-    """One environment, the actions that wait to be executed, and what has been done so far."""
+    """One environment, its pending actions, and what has been executed so far."""
 
     def __init__(self, environment: Environment) -> None:
         self.environment = environment
@@ -89,7 +84,7 @@ class _Episode:
     def begin(self, seed: int, prompt: str | None) -> None:
         self.environment.reset(seed)
         self.prompt = prompt or self.environment.prompt
-        self.waiting: list[np.ndarray] = []
+        self.pending: list[np.ndarray] = []
         self._starts: list[int] = []
         self._chunks: list[np.ndarray] = []
         self._executed: list[np.ndarray] = []
@@ -97,10 +92,10 @@ class _Episode:
     def take(self, chunk: np.ndarray, execute_horizon: int) -> None:
         self._starts.append(self.environment.steps)
         self._chunks.append(chunk)
-        self.waiting = list(chunk[:execute_horizon])
+        self.pending = list(chunk[:execute_horizon])
 
     def step(self) -> StepResult:
-        action = self.waiting.pop(0)
+        action = self.pending.pop(0)
         self._executed.append(action)
         return self.environment.step(action)
 
@@ -115,7 +110,7 @@ class _Episode:
         )
 
     def observe(self) -> Observation:
-        # A seed for the policy's noise too: the same episode again is the same episode.
+        # The policy's noise is seeded too, so that an episode is reproducible.
         noise_seed = 1_000_003 * (self.environment.seed or 0) + self.environment.steps
         return {**self.environment.observe(), "prompt": self.prompt, "seed": noise_seed}
 
@@ -133,7 +128,7 @@ class _Episode:
 
 def evaluate(
     task: str,
-    ask: Ask,
+    infer: Infer,
     seeds: Sequence[int],
     *,
     execute_horizon: int | None = None,
@@ -141,12 +136,12 @@ def evaluate(
     num_environments: int = 8,
     pixels: int | None = None,
     opposite: bool = False,
-    watcher: Watcher | None = None,
-    progress: Progress | None = None,
+    videos: VideoWriter | None = None,
+    on_outcome: Callable[[Outcome], None] | None = None,
 ) -> Evaluation:
-    """Run one episode per seed; `opposite` gives the sentence that asks for the opposite.
+    """Run one episode per seed and execute `execute_horizon` steps of each chunk (default: half).
 
-    Of each chunk `execute_horizon` steps are executed; by default half of them.
+    With `opposite` the prompt asks for the opposite of the task that is scored.
     """
     check_evaluation_seeds(seeds)
     if (execute_horizon is not None and execute_horizon < 1) or num_environments < 1:
@@ -166,21 +161,21 @@ def evaluate(
             episode = idle.pop()
             _begin(episode, waiting.pop(), opposite)
             running.append(episode)
-        execute_horizon = _refill(running, ask, execute_horizon, latencies)
+        execute_horizon = _refill(running, infer, execute_horizon, latencies)
         for episode in list(running):
             result = episode.step()
-            if watcher is not None:
-                watcher.saw(episode.environment)
+            if videos is not None:
+                videos.add_step(episode.environment)
             if result.done:
                 outcome = outcomes[episode.environment.seed or 0] = episode.outcome()
                 if outcome.seed == seeds[0]:
                     trace = episode.trace()
                 running.remove(episode)
                 idle.append(episode)
-                if watcher is not None:
-                    watcher.ended(episode.environment, outcome)
-                if progress is not None:
-                    progress(outcome)
+                if videos is not None:
+                    videos.end_episode(episode.environment, outcome)
+                if on_outcome is not None:
+                    on_outcome(outcome)
     for episode in episodes:
         episode.environment.close()
     in_order = tuple(outcomes[seed] for seed in seeds)
@@ -195,29 +190,81 @@ def _begin(episode: _Episode, seed: int, opposite: bool) -> None:
         other = episode.environment.opposite_prompt
         if other is None:
             raise ValueError(
-                f"{episode.environment.prompt!r} has no opposite in the same scene. Leave out "
+                f"{episode.environment.prompt!r} has no opposite in the same scene. Omit "
                 "--opposite, or choose a task that has one."
             )
         episode.prompt = other
 
 
 def _refill(
-    running: Sequence[_Episode], ask: Ask, execute_horizon: int | None, latencies: list[float]
+    running: Sequence[_Episode], infer: Infer, execute_horizon: int | None, latencies: list[float]
 ) -> int | None:
-    """New chunks for those that have executed theirs, in one request; how much of them to do."""
-    empty = [episode for episode in running if not episode.waiting]
+    """Request new chunks for the episodes without pending actions; return the execute horizon."""
+    empty = [episode for episode in running if not episode.pending]
     if not empty:
         return execute_horizon
     observations = [episode.observe() for episode in empty]
     started = time.perf_counter()
-    chunks = ask(observations)
+    chunks = infer(observations)
     latencies.append(time.perf_counter() - started)
     execute_horizon = execute_horizon or max(1, len(chunks[0]) // 2)
     for episode, chunk in zip(empty, chunks, strict=True):
         if len(chunk) < execute_horizon:
             raise ValueError(
                 f"The policy's chunks have {len(chunk)} steps, fewer than the {execute_horizon} "
-                "that are to be executed of each. Give a smaller --execute-horizon."
+                "that are to be executed. Give a smaller --execute-horizon."
             )
         episode.take(chunk, execute_horizon)
     return execute_horizon
+
+
+# -- videos
+
+
+class VideoWriter:
+    """Writes videos of the first failures and the first successes.
+
+    While an episode runs only its poses are stored; images are rendered once its outcome is known.
+    """
+
+    def __init__(self, folder: Path, of_each: int = 3) -> None:
+        self._folder, self._of_each = folder, of_each
+        self._poses: dict[int, list[np.ndarray]] = {}
+        self._kept: Counter[bool] = Counter()
+        self.written: list[Path] = []
+
+    def add_step(self, environment: Environment) -> None:
+        wants_more = any(self._kept[kind] < self._of_each for kind in (False, True))
+        if wants_more and environment.steps % _stride(environment) == 0:
+            self._poses.setdefault(environment.seed or 0, []).append(environment.pose())
+
+    def end_episode(self, environment: Environment, outcome: Outcome) -> None:
+        poses = self._poses.pop(outcome.seed, [])
+        if not poses or self._kept[outcome.success] >= self._of_each:
+            return
+        self._kept[outcome.success] += 1
+        kind = "success" if outcome.success else "failure"
+        path = self._folder / f"{kind}_seed{outcome.seed}.mp4"
+        frames = []
+        for pose in poses:
+            environment.set_pose(pose)
+            frames.append(environment.render(_VIDEO_HEIGHT, _VIDEO_WIDTH))
+        write_mp4(path, frames, environment.control_hz / _stride(environment))
+        self.written.append(path)
+
+
+def _stride(environment: Environment) -> int:
+    return max(1, round(environment.control_hz / _VIDEO_FPS))
+
+
+def write_mp4(path: Path, frames: list[np.ndarray], fps: float) -> None:
+    """Write H.264 that every browser plays."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with av.open(str(path), "w", options={"movflags": "faststart"}) as container:
+        stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1000))
+        stream.height, stream.width = frames[0].shape[:2]
+        stream.pix_fmt = "yuv420p"
+        stream.options = {"crf": "27", "preset": "veryfast"}
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())

@@ -1,7 +1,4 @@
-"""Outcomes of episodes, counted: rates with an interval, latencies, and the file they go to.
-
-Knows numbers; knows nothing of simulators or policies.
-"""
+"""Results of evaluations: success rates with intervals, latencies, and the file they go to."""
 
 from __future__ import annotations
 
@@ -22,11 +19,11 @@ _DECIMALS = 5
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """One episode: how it began and how it ended."""
+    """The initial state of one episode and how it ended."""
 
     seed: int
     prompt: str
-    # The task was fulfilled at some time, and still was at the end.
+    # The task was fulfilled at some time; it was still fulfilled at the end.
     success: bool
     held: bool
     steps: int
@@ -35,13 +32,13 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """The actions of one episode: every chunk as it was predicted, and what was executed."""
+    """The actions of one episode: every predicted chunk, and what was executed."""
 
     seed: int
-    # What each number of an action means, and how many actions a second has.
+    # The meaning of each action dimension, and actions per second.
     names: tuple[str, ...]
     hz: float
-    # The step at which each chunk was asked for.
+    # The step at which each chunk was requested.
     starts: tuple[int, ...]
     chunks: Float[np.ndarray, "n h a"]
     executed: Float[np.ndarray, "t a"]
@@ -67,7 +64,7 @@ class Trace:
 
 @dataclasses.dataclass(frozen=True)
 class Rate:
-    """A share of successes with the interval in which the true one lies (Wilson, 95 %)."""
+    """A success rate with its 95 % Wilson interval."""
 
     successes: int
     episodes: int
@@ -92,17 +89,17 @@ class Rate:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Everything about one evaluation that is worth keeping."""
+    """Everything that is stored about one evaluation."""
 
     task: str
     policy: str
     execute_horizon: int
     outcomes: tuple[Outcome, ...]
-    # Seconds of each inference, as the robot waited for it.
+    # Seconds of each inference as seen by the robot.
     latencies: tuple[float, ...]
-    # Whether the sentence asked for the opposite of what was counted.
+    # Whether the prompt asked for the opposite of the task that was scored.
     opposite: bool = False
-    # Films of some episodes, relative to the results.
+    # Videos of some episodes, relative to the results.
     videos: tuple[str, ...] = ()
     # The actions of the first episode.
     trace: Trace | None = None
@@ -127,7 +124,7 @@ class Evaluation:
         return float(np.percentile(self.latencies, percentile)) if self.latencies else math.nan
 
     def write(self, path: Path) -> None:
-        """As JSON: the summary first, then every episode with its seed and start."""
+        """Write JSON: the summary first, then every episode with its seed and initial state."""
         summary = {
             "task": self.task,
             "policy": self.policy,
@@ -142,13 +139,13 @@ class Evaluation:
         }
         text = json.dumps(summary, indent=2)
         if self.trace is not None:
-            # Thousands of numbers: on one line, behind what people read.
+            # Thousands of numbers: on one line, after what people read.
             text = f'{text[:-2]},\n  "trace": {json.dumps(self.trace.to_json())}\n}}'
         write_text(path, text)
 
 
 def parse_seeds(text: str) -> Sequence[int]:
-    """`0..49` is 0 to 49; `3,7,9` are these."""
+    """Parse `0..49` (0 to 49) or a list such as `3,7,9`."""
     try:
         first, dots, last = text.partition("..")
         seeds = range(int(first), int(last) + 1) if dots else [int(one) for one in text.split(",")]
