@@ -49,7 +49,7 @@ def _record(
 
     Args:
         task: For example aloha_transfer_cube, aloha_insertion, metaworld:tiny, metaworld:door-open.
-        episodes: The number of episodes that the data set should hold at least. Only successful ones are kept.
+        episodes: Record until the data set has this many. Only successful episodes are kept.
         out: The data set's folder.
         workers: Processes that simulate. The result does not depend on it.
         seed: Another seed gives other initial states; evaluation never uses any of them.
