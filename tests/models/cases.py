@@ -15,7 +15,7 @@ from piston.models.configs import ModelConfig
 from piston.models.flow import Pi0
 from piston.observation import Observation
 from piston.verification.models import model_config, observation_of
-from piston.weights.loading import load_model
+from piston.weights import load_model
 
 
 @dataclasses.dataclass(frozen=True)

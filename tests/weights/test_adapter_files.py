@@ -53,14 +53,12 @@ def test_damaged_and_missing_files_leave_the_model_alone(tmp_path, trained):
     fresh = build_model(trained.config)
     before = {name: value.clone() for name, value in adapter_state_dict(fresh).items()}
     path = tmp_path / "adapters.safetensors"
-    whole = bytearray(path.read_bytes())
-    whole[-1] ^= 1
-    path.write_bytes(whole)
-    with pytest.raises(CheckpointError, match="is damaged"):
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
         load_adapters(fresh, tmp_path)
     text = tmp_path / "adapters.json"
     text.write_text(json.dumps({**json.loads(text.read_text()), "version": 2}))
-    with pytest.raises(CheckpointError, match="not what `save_adapters` writes"):
+    with pytest.raises(CheckpointError, match="was not written by `save_adapters`"):
         load_adapters(fresh, tmp_path)
     path.unlink()
     with pytest.raises(FileNotFoundError, match="adapters.safetensors is missing"):

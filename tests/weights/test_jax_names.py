@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 from piston.models.lora import LoRALinear
 from piston.models.variants import LoRA
 from piston.weights import CheckpointError
-from piston.weights.jax_names import TABLE, plain_path, slices
+from piston.weights.openpi_jax import TABLE, plain_path, slices
 
 LAYERS = "PaliGemma/llm/layers"
 sizes = st.integers(1, 5)
@@ -126,7 +126,7 @@ def test_adapters_compute_what_the_public_ones_do(rank):
 
 def test_no_two_arrays_hold_the_same_tensor():
     # The joined array stands instead of the two others, never beside them.
-    names = [p.name for path, row in TABLE.items() if "qkv_" not in path for p in row.parts]
+    names = [p.name for path, row in TABLE.items() if "qkv_" not in path for p in row]
     assert len(names) == len(set(names))
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from piston.models.configs import ModelConfig, Pi0Config, Pi0FASTConfig
 from piston.weights import CheckpointError, expected_shapes
+from piston.weights.configs import infer_config
 from piston.weights.pytorch_names import translate
-from piston.weights.sizes import infer_config
 
 FULL_SIZE: dict[str, tuple[ModelConfig, str, set[str]]] = {
     "pi0_openpi_pytorch": (Pi0Config(), "openpi-pytorch", {"paligemma", "gemma_expert"}),

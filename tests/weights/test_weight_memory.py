@@ -1,6 +1,5 @@
 """Memory, in processes of their own: conversion needs one tensor, loading needs the model."""
 
-import functools
 import json
 import os
 import shutil
@@ -14,8 +13,8 @@ import torch
 from piston.models.configs import Pi0Config
 from piston.models.variants import GemmaSize, VisionSize
 from piston.weights import expected_shapes
-from piston.weights.saving import _config_text
-from piston.weights.tensor_writing import TensorToWrite, write_tensor_file
+from piston.weights.models import _describe
+from piston.weights.tensors import write_tensor_file
 
 MIB = 2**20
 MANY_LAYERS = Pi0Config(
@@ -32,14 +31,14 @@ import json, sys, threading, time
 from pathlib import Path
 import torch
 from piston.weights import build_on_meta, convert, load_model, open_checkpoint
-from piston.weights.orbax import read_orbax
+from piston.weights.openpi_jax import read_arrays
 
 def convert_all(folder): convert(folder, folder + "-converted", torch.bfloat16)
 def copy_all(folder): convert(folder, folder + "-copied")
 def load_same(folder): return load_model(folder)
 def load_narrow(folder): return load_model(folder, dtype=torch.bfloat16)
 def read_all(folder):
-    for entry in read_orbax(Path(folder)).entries.values():
+    for entry in read_arrays(Path(folder))[0].values():
         entry.read(torch.bfloat16)
 
 def resident(kind):
@@ -91,16 +90,18 @@ def measure(folder, *jobs: str) -> dict[str, int]:
 def test_converting_holds_one_tensor_and_loading_the_model(tmp_path):
     """A checkpoint of 360 MB whose largest tensor has 16 MB."""
     tensors = {
-        name: TensorToWrite(shape, torch.float32, functools.partial(torch.full, shape, 0.5))
+        name: torch.empty(shape, device="meta")
         for name, shape in expected_shapes(MANY_LAYERS).items()
     }
     folder = tmp_path / "large"
     folder.mkdir()
-    write_tensor_file(folder / "model.safetensors", tensors)
-    (folder / "config.json").write_text(_config_text(MANY_LAYERS, {}))
+    write_tensor_file(
+        folder / "model.safetensors", tensors, lambda name: torch.full(tensors[name].shape, 0.5)
+    )
+    (folder / "config.json").write_text(json.dumps(_describe(MANY_LAYERS, {})))
     size = (folder / "model.safetensors").stat().st_size
     assert size > 340 * MIB
-    assert max(tensor.num_bytes for tensor in tensors.values()) == 16 * MIB
+    assert max(tensor.nbytes for tensor in tensors.values()) == 16 * MIB
 
     grown = measure(folder, "convert_all", "copy_all", "load_narrow", "load_same")
     for place in tmp_path.iterdir():  # pytest would keep them for a while

@@ -80,12 +80,10 @@ def test_what_could_not_be_loaded_is_not_written(tmp_path, tiny, tiny_state):
 
 
 def test_an_error_while_writing_leaves_the_old_model(tmp_path, tiny, tiny_state, monkeypatch):
-    from piston.weights import tensor_writing
+    from piston import files
 
     save_model(tiny_state("pi0"), tiny["pi0"], tmp_path / "model")
-    monkeypatch.setattr(
-        tensor_writing.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "full"))
-    )
+    monkeypatch.setattr(files.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "full")))
     with pytest.raises(OSError, match="full"):
         save_model(tiny_state("pi05"), tiny["pi05"], tmp_path / "model")
     assert_holds(tmp_path / "model", tiny_state("pi0"))
@@ -96,13 +94,13 @@ KILLED = """
 import sys, time
 from pathlib import Path
 import torch
-from piston.weights import load_model, save_model, tensor_writing
+from piston.weights import load_model, save_model, tensors
 
 folder, stop_after = sys.argv[1], int(sys.argv[2])
 model = load_model(folder)
 for parameter in model.parameters():
     parameter.data.zero_()
-count, write, replace = 0, tensor_writing._write_tensor, Path.replace
+count, bytes_of, replace = 0, tensors._bytes_of, Path.replace
 
 def wait():
     global count
@@ -111,17 +109,16 @@ def wait():
         print("here", flush=True)
         time.sleep(60)
 
-def write_and_wait(*args):
-    result = write(*args)
+def bytes_and_wait(*args):
     wait()
-    return result
+    return bytes_of(*args)
 
 def replace_and_wait(*args):
     result = replace(*args)
     wait()
     return result
 
-tensor_writing._write_tensor, Path.replace = write_and_wait, replace_and_wait
+tensors._bytes_of, Path.replace = bytes_and_wait, replace_and_wait
 save_model(model, model.config, folder)
 """
 
@@ -192,7 +189,7 @@ def test_converting_brings_the_norm_statistics_along(tmp_path, tiny, tiny_state)
 
 def test_converting_never_overwrites(tmp_path, tiny, tiny_state):
     save_model(tiny_state("pi0"), tiny["pi0"], tmp_path / "a")
-    with pytest.raises(FileExistsError, match="Convert to a new folder"):
+    with pytest.raises(FileExistsError, match="Choose another folder"):
         convert(tmp_path / "a", tmp_path / "a")
     (tmp_path / "empty").mkdir()
     convert(tmp_path / "a", tmp_path / "empty")

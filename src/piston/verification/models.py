@@ -26,7 +26,7 @@ from piston.observation import Observation
 from piston.training.ema import EMA
 from piston.training.optimizer import clip_gradients, make_optimizer, set_learning_rate
 from piston.verification.quantity import Quantity, close, equal, failed
-from piston.weights import jax_names
+from piston.weights import openpi_jax
 
 _ABSOLUTE, _RELATIVE, _GRADIENT = 1e-4, 1e-4, 1e-3
 _SOURCES = {"orbax": "params", "safetensors": "model.safetensors"}
@@ -201,7 +201,7 @@ def _gradients(model: Pi0, expected: Mapping[str, float]) -> Iterator[Quantity]:
     rounding = float(np.finfo(np.float32).eps) * max(expected.values())
     errors = {}
     for path, norm in expected.items():
-        parts = [part.name.split("*") for part in jax_names.TABLE[path].parts]
+        parts = [part.name.split("*") for part in openpi_jax.TABLE[path]]
         mine = math.sqrt(
             sum(
                 square

@@ -1,11 +1,16 @@
 """Checkpoints: reading ours, openpi's (JAX and PyTorch) and LeRobot's; writing ours."""
 
-from piston.weights.adapters import load_adapters, save_adapters
 from piston.weights.building import build_model, build_on_meta, expected_shapes
 from piston.weights.checkpoint import Checkpoint, open_checkpoint
 from piston.weights.errors import CheckpointError, MismatchError
-from piston.weights.loading import load_into, load_model
-from piston.weights.saving import convert, save_model
+from piston.weights.models import (
+    convert,
+    load_adapters,
+    load_into,
+    load_model,
+    save_adapters,
+    save_model,
+)
 
 __all__ = [
     "Checkpoint",

@@ -1,11 +1,11 @@
 """A checkpoint in any format, opened: its configuration, and its tensors under our names.
 
-    folder with model.safetensors              Piston's own, openpi's PyTorch or LeRobot's: by names
+    folder with model.safetensors              Piston's, openpi's PyTorch or LeRobot's, by its names
     folder with model.safetensors.index.json   the same in several files
-    folder with manifest.ocdbt, or whose params/ has it          openpi's JAX trainer
+    folder with manifest.ocdbt, also in params/    openpi's JAX trainer
 
-Opening reads headers only. It refuses tensors that the configuration has no place for; that none
-is missing is checked by whoever loads, since a model may have parts that are meant to be new.
+Opening reads headers only, and config.json once. Tensors for which the configuration has no place
+are an error. Missing tensors are an error when a model is loaded: some may be allowed to be new.
 """
 
 from __future__ import annotations
@@ -21,132 +21,117 @@ from torch import Tensor
 
 from piston import assets
 from piston.models.configs import ModelConfig
-from piston.serialization import from_json
+from piston.weights import openpi_jax, pytorch_names
 from piston.weights.building import expected_shapes
-from piston.weights.declared import read_json
+from piston.weights.configs import (
+    CONFIG,
+    OWN_FORMAT,
+    Heads,
+    assumed_fields,
+    declared_fields,
+    infer_config,
+    own_config,
+    read_object,
+)
 from piston.weights.errors import CheckpointError, Shape, check_match, listing
-from piston.weights.orbax import find_params, read_orbax
-from piston.weights.safetensors_source import OWN_FORMAT, read_safetensors
-from piston.weights.sizes import assumed_fields, infer_config
-from piston.weights.source import Entry, Source
+from piston.weights.tensors import Entry, TensorFile
 
 TENSORS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-CONFIG = "config.json"
-VERSION = 1
+_OWN_TREES = ("vision.", "vlm.", "action_expert.", "suffix.")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """The tensors of a checkpoint under our names, before its configuration is known."""
+
+    format: str
+    # In the order in which reading is fastest.
+    entries: Mapping[str, Entry]
+    # Foreign names that are not in any table, with their shapes.
+    unknown: Mapping[str, Shape]
+    # Foreign names that are deliberately not used, with the reason.
+    dropped: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    heads: Heads | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """Tensors by our names, and the configuration of the model that they make."""
+    """Tensors by our names, and the configuration of their model."""
 
     path: Path
     config: ModelConfig
-    source: Source
-    # Fields of the configuration that no file says: the family's usual values.
-    assumed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    @property
-    def format(self) -> str:
-        """`piston`, `jax`, `openpi-pytorch` or `lerobot`."""
-        return self.source.format
-
-    @property
-    def dropped(self) -> Mapping[str, str]:
-        """Foreign names that are deliberately not used, with the reason."""
-        return self.source.dropped
+    # `piston`, `jax`, `openpi-pytorch` or `lerobot`.
+    format: str
+    # In the order in which reading is fastest.
+    entries: Mapping[str, Entry]
+    # Foreign names that are deliberately not used, with the reason.
+    dropped: Mapping[str, str]
+    # Fields of the configuration that no file states: the family's usual values.
+    assumed: Mapping[str, Any]
 
     def names(self) -> list[str]:
-        """In the order in which reading is cheapest."""
-        return list(self.source.entries)
-
-    def entry(self, name: str) -> Entry:
-        return self.source.entries[name]
+        return list(self.entries)
 
     def shapes(self) -> dict[str, Shape]:
-        return {name: entry.shape for name, entry in self.source.entries.items()}
-
-    def dtypes(self) -> dict[str, torch.dtype]:
-        return {name: entry.dtype for name, entry in self.source.entries.items()}
+        return {name: entry.shape for name, entry in self.entries.items()}
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """In the dtype in which it is stored, unless another is asked for."""
-        return self.source.entries[name].read(dtype)
+        """Read a tensor in the dtype in which it is stored, or in another one."""
+        return self.entries[name].read(dtype)
 
     @property
     def num_bytes(self) -> int:
-        entries = self.source.entries.values()
-        return sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries)
+        return sum(math.prod(e.shape) * e.dtype.itemsize for e in self.entries.values())
 
     def __str__(self) -> str:
         return f"{self.path} ({self.format})"
 
 
 def open_checkpoint(location: str | Path, config: ModelConfig | None = None) -> Checkpoint:
-    """Detect the format by content. Without `config` the sizes are read or inferred."""
+    """Open a checkpoint; its content decides the format.
+
+    Without `config`, the configuration is read from config.json or inferred.
+    """
     path = assets.resolve(location)
     tensors = _find_tensors(path)
-    if tensors.is_dir():
-        source = read_orbax(tensors)
-    else:
-        source = read_safetensors(tensors)
+    source = _read_jax(tensors) if tensors.is_dir() else _read_safetensors(tensors)
     if integers := [n for n, e in source.entries.items() if not e.dtype.is_floating_point]:
         raise CheckpointError(
-            f"{tensors} holds numbers that are not floating-point in {', '.join(integers[:5])}. "
+            f"{tensors} holds values that are not floating-point in {', '.join(integers[:5])}. "
             "The file is damaged or not of this model."
         )
     shapes = {name: entry.shape for name, entry in source.entries.items()}
-    if config is None and source.format == OWN_FORMAT:
-        config = read_model_config(tensors.parent)
     assumed: Mapping[str, Any] = {}
-    if config is None:
-        config = _infer(source, shapes)
-        assumed = assumed_fields(config, source.declared)
+    if config is None and source.format == OWN_FORMAT:
+        config = own_config(tensors.parent / CONFIG)
+    elif config is None:
+        # The JAX trainer's arrays are in `params`; config.json is beside that folder.
+        inside = tensors.is_dir() and tensors.name != "params"
+        declared = declared_fields((tensors if inside else tensors.parent) / CONFIG)
+        config = _infer(source, shapes, declared)
+        assumed = assumed_fields(config, declared)
     what = f"{path} ({source.format}) does not fit the {config.family} model of its configuration"
     found = {**shapes, **source.unknown}
     check_match(expected_shapes(config), found, may_miss_some=True, what=what)
-    return Checkpoint(path, config, source, assumed)
+    return Checkpoint(path, config, source.format, source.entries, source.dropped, assumed)
 
 
-def _infer(source: Source, shapes: Mapping[str, Shape]) -> ModelConfig:
+def _infer(
+    source: _Source, shapes: Mapping[str, Shape], declared: Mapping[str, Any]
+) -> ModelConfig:
     try:
-        return infer_config(shapes, source.heads, source.declared)
+        return infer_config(shapes, source.heads, declared)
     except CheckpointError as error:
         if not source.unknown:
             raise
-        # Likely the reason: tensors under names that are not known here.
+        # Tensors under unknown names are the likely reason.
         lines = [f"{name} {shape}" for name, shape in source.unknown.items()]
         raise CheckpointError(f"{error}\n{listing('unexpected', lines)}") from error
 
 
-def read_model_config(folder: Path) -> ModelConfig:
-    """The model's part of the `config.json` that Piston writes beside the tensors."""
-    path = folder / CONFIG
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{path} is missing; it says what the model beside it is made of. Copy it from where "
-            "the model was written, or give the model's configuration."
-        )
-    data = read_json(path)
-    if data.get("format") != OWN_FORMAT or "model" not in data:
-        raise CheckpointError(
-            f"{path} is not what Piston writes (no format 'piston' with a model), but the tensors "
-            "beside it are. Copy config.json from where the model was written."
-        )
-    if data.get("version") != VERSION:
-        raise CheckpointError(
-            f"{path} is of version {data.get('version')!r}, known here is {VERSION}. "
-            "Update Piston, or write the checkpoint again with this version."
-        )
-    try:
-        config: ModelConfig = from_json(data["model"], ModelConfig, f"{path}: model")
-    except ValueError as error:
-        raise CheckpointError(str(error)) from error
-    return config
-
-
 def _find_tensors(path: Path) -> Path:
-    """The safetensors file, the index, or the Orbax folder."""
+    """Return the safetensors file, the index, or the Orbax folder."""
     if path.is_file():
         if path.name.endswith((".safetensors", ".safetensors.index.json")):
             return path
@@ -157,11 +142,84 @@ def _find_tensors(path: Path) -> Path:
     for name in (TENSORS, INDEX):
         if (path / name).is_file():
             return path / name
-    params = find_params(path)
+    params = openpi_jax.find_params(path)
     if params is not None:
         return params
     present = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
     raise CheckpointError(
-        f"{path} is no checkpoint: expected {TENSORS}, {INDEX}, or the params folder of the JAX "
-        f"trainer; found {present}."
+        f"{path} is not a checkpoint: expected {TENSORS}, {INDEX}, or the params folder of the "
+        f"JAX trainer; found {present}."
     )
+
+
+def _read_jax(folder: Path) -> _Source:
+    entries, unknown, heads = openpi_jax.read_arrays(folder)
+    return _Source("jax", entries, unknown, heads=heads)
+
+
+def _read_safetensors(path: Path) -> _Source:
+    """Read a file, or an index (`….index.json`) of several, under our or foreign names."""
+    entries = _read_shards(path) if path.name.endswith(".json") else TensorFile(path).entries
+    ours = sum(name.startswith(_OWN_TREES) for name in entries)
+    theirs = sum(pytorch_names.is_pytorch_name(name) for name in entries)
+    if max(ours, theirs) == 0:
+        raise CheckpointError(
+            f"{path} holds no known model: its tensors are "
+            f"{', '.join(sorted(entries)[:5]) or 'none at all'}. Known are π0, π0.5 and π0-FAST as "
+            "written by Piston, by openpi (JAX and PyTorch) and by LeRobot."
+        )
+    if ours >= theirs:
+        known = {name: e for name, e in entries.items() if name.startswith(_OWN_TREES)}
+        unknown = {name: e.shape for name, e in entries.items() if name not in known}
+        return _Source(OWN_FORMAT, known, unknown)
+    table = pytorch_names.translate(entries)
+    used = {ours: entries[theirs] for ours, theirs in table.used.items()}
+    embedding = "vlm.embedding.weight"
+    if table.output_head is not None and not any(name.startswith("suffix.") for name in used):
+        # π0-FAST uses the output head, so that it may only be dropped if it is tied.
+        used[embedding] = _tied(used[embedding], entries[table.output_head], table.output_head)
+    unknown = {name: entries[name].shape for name in table.unknown}
+    return _Source(table.format, used, unknown, table.dropped)
+
+
+def _tied(embedding: Entry, head: Entry, name: str) -> Entry:
+    """Return the embedding table; reading it checks that the stored output head is equal."""
+
+    def read_into(destination: Tensor) -> None:
+        same = (embedding.shape, embedding.dtype) == (head.shape, head.dtype)
+        if not same or not all(map(torch.equal, embedding.chunks(), head.chunks())):
+            raise CheckpointError(
+                f"{name} differs from the embedding table, but π0-FAST's output head is the "
+                "embedding table itself. The file is not of this model."
+            )
+        embedding.read_into(destination)
+
+    return Entry(embedding.shape, embedding.dtype, read_into)
+
+
+def _read_shards(index: Path) -> dict[str, Entry]:
+    weight_map = read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(file, str) and Path(file).name == file for file in weight_map.values()
+    ):
+        raise CheckpointError(
+            f"{index} has no weight_map from tensor names to files beside it. Fetch it again."
+        )
+    names = sorted(set(weight_map.values()))
+    if absent := [name for name in names if not (index.parent / name).is_file()]:
+        raise CheckpointError(
+            f"{index} names files that are not there.\n{listing('missing', absent)}\nFetch them."
+        )
+    files = {name: TensorFile(index.parent / name) for name in names}
+    actual = {(tensor, name) for name, file in files.items() for tensor in file.entries}
+    listed = set(weight_map.items())
+    if actual != listed:
+        lines = [f"{tensor} in {file}" for tensor, file in sorted(listed - actual)]
+        extra = [f"{tensor} in {file}" for tensor, file in sorted(actual - listed)]
+        blocks = listing("in the index only", lines), listing("in the files only", extra)
+        raise CheckpointError(
+            "\n".join(
+                [f"{index} and its files do not agree.", *filter(None, blocks), "Fetch all again."]
+            )
+        )
+    return {tensor: entry for file in files.values() for tensor, entry in file.entries.items()}

@@ -1,8 +1,8 @@
-"""The names of openpi's PyTorch models and of LeRobot's, and ours.
+"""The table of names of openpi's PyTorch models and of LeRobot's.
 
-Both build on Hugging Face's PaliGemma and Gemma, whose layouts are ours: only names differ.
-LeRobot's carry `model.` in front, older LeRobot files the module tree of older libraries.
-In the tables `*` stands for the layer's number.
+Both build on Hugging Face's PaliGemma and Gemma, which have our layouts: only names differ.
+LeRobot's names start with `model.`; older LeRobot files have the module tree of older libraries.
+In the tables `*` stands for the number of the layer.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping
 
 from piston.weights.errors import CheckpointError
 
-_LEAVES = ("weight", "bias")
-_VISION_TREE = "paligemma_with_expert.paligemma.model.vision_tower.vision_model."
-_VLM_TREE = "paligemma_with_expert.paligemma.model.language_model."
+_PALIGEMMA = "paligemma_with_expert.paligemma.model."
+_VISION_TREE = f"{_PALIGEMMA}vision_tower.vision_model."
+_VLM_TREE = f"{_PALIGEMMA}language_model."
 _EXPERT_TREE = "paligemma_with_expert.gemma_expert.model."
 
 EMBEDDING = f"{_VLM_TREE}embed_tokens.weight"
@@ -62,22 +62,18 @@ _SUFFIX = {
 
 
 def _with_leaves(table: Mapping[str, str], theirs: str, ours: str) -> dict[str, str]:
-    """Rows of whole layers, spelled out for their weight and bias."""
+    """Return rows for the weight and the bias of each module."""
     return {
         f"{theirs}{their}.{leaf}": f"{ours}{our}.{leaf}"
         for their, our in table.items()
-        for leaf in _LEAVES
+        for leaf in ("weight", "bias")
     }
 
 
 TABLE: dict[str, str] = {
     **_with_leaves(_VISION, _VISION_TREE, "vision."),
     f"{_VISION_TREE}embeddings.position_embedding.weight": "vision.position_embedding",
-    **_with_leaves(
-        {"paligemma_with_expert.paligemma.model.multi_modal_projector.linear": "vision.head"},
-        "",
-        "",
-    ),
+    **_with_leaves({"multi_modal_projector.linear": "head"}, _PALIGEMMA, "vision."),
     EMBEDDING: "vlm.embedding.weight",
     **{f"{_VLM_TREE}{theirs}": f"vlm.{ours}" for theirs, ours in _GEMMA.items()},
     **{f"{_EXPERT_TREE}{theirs}": f"action_expert.{ours}" for theirs, ours in _GEMMA.items()},
@@ -85,44 +81,38 @@ TABLE: dict[str, str] = {
     **_with_leaves(_SUFFIX, "", "suffix."),
 }
 
-_NO_VOCABULARY = "the action expert reads and writes no words, so this is never used"
-_STATISTICS = "statistics of a data set, not of the model: they belong in norm_stats.json"
-_TIED = "the output head is the embedding table itself, which is kept once"
+_NO_VOCABULARY = "the action expert has no vocabulary, so this is never used"
+_STATISTICS = "statistics of a data set, which belong in norm_stats.json"
+_TIED = "the output head is tied to the embedding table, which is kept once"
 _DROPPED = {
     "paligemma_with_expert.gemma_expert.lm_head.weight": _NO_VOCABULARY,
     f"{_EXPERT_TREE}embed_tokens.weight": _NO_VOCABULARY,
 }
 _STATISTICS_TREES = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
 
-# The module tree before `transformers` 4.52, which older LeRobot files still have.
+# The module tree before `transformers` 4.52, which older LeRobot files have, below `paligemma`.
 _OLDER_TREE = {
-    "paligemma_with_expert.paligemma.language_model.model.": _VLM_TREE,
-    "paligemma_with_expert.paligemma.language_model.lm_head.": (
-        "paligemma_with_expert.paligemma.lm_head."
-    ),
-    "paligemma_with_expert.paligemma.vision_tower.": (
-        "paligemma_with_expert.paligemma.model.vision_tower."
-    ),
-    "paligemma_with_expert.paligemma.multi_modal_projector.": (
-        "paligemma_with_expert.paligemma.model.multi_modal_projector."
-    ),
+    "language_model.model.": _VLM_TREE,
+    "language_model.lm_head.": OUTPUT_HEAD.removesuffix("weight"),
+    "vision_tower.": f"{_PALIGEMMA}vision_tower.",
+    "multi_modal_projector.": f"{_PALIGEMMA}multi_modal_projector.",
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Translation:
-    """Foreign names sorted into used, deliberately dropped, and unknown."""
+    """Foreign names that are used, deliberately dropped, or unknown."""
 
     format: str
     used: dict[str, str]  # our name → foreign name
     dropped: dict[str, str]  # foreign name → reason
     unknown: list[str]
-    # The foreign name of a stored output head that ought to equal the embedding table.
+    # The foreign name of a stored output head, which must equal the embedding table.
     output_head: str | None
 
 
 def translate(names: Iterable[str]) -> Translation:
-    """Every foreign name lands in exactly one place."""
+    """Sort foreign names; every one is in exactly one of the three groups."""
     names = sorted(names)
     plain = {name: _plain(name) for name in names}
     has_embedding = EMBEDDING in plain.values()
@@ -133,8 +123,10 @@ def translate(names: Iterable[str]) -> Translation:
     for name in names:
         if plain[name] == OUTPUT_HEAD and has_embedding:
             dropped[name], output_head = _TIED, name
-        elif reason := _reason_to_drop(plain[name]):
-            dropped[name] = reason
+        elif plain[name] in _DROPPED:
+            dropped[name] = _DROPPED[plain[name]]
+        elif plain[name].startswith(_STATISTICS_TREES):
+            dropped[name] = _STATISTICS
         elif ours := _our_name(plain[name]):
             if ours in used:
                 raise CheckpointError(
@@ -144,9 +136,8 @@ def translate(names: Iterable[str]) -> Translation:
         else:
             unknown.append(name)
     prefixed = any(name.startswith("model.") for name in names)
-    return Translation(
-        "lerobot" if prefixed else "openpi-pytorch", used, dropped, unknown, output_head
-    )
+    format_ = "lerobot" if prefixed else "openpi-pytorch"
+    return Translation(format_, used, dropped, unknown, output_head)
 
 
 def is_pytorch_name(name: str) -> bool:
@@ -154,20 +145,17 @@ def is_pytorch_name(name: str) -> bool:
 
 
 def _plain(name: str) -> str:
-    """Without LeRobot's prefix, in today's module tree."""
+    """Return a name without LeRobot's prefix, in today's module tree."""
     name = name.removeprefix("model.")
+    older = name.removeprefix("paligemma_with_expert.paligemma.")
     for old, new in _OLDER_TREE.items():
-        if name.startswith(old):
-            return new + name.removeprefix(old)
+        if older != name and older.startswith(old):
+            return new + older.removeprefix(old)
     return name
 
 
-def _reason_to_drop(name: str) -> str | None:
-    return _STATISTICS if name.startswith(_STATISTICS_TREES) else _DROPPED.get(name)
-
-
 def _our_name(name: str) -> str | None:
-    if name == OUTPUT_HEAD:  # tied, and stored under this name only
+    if name == OUTPUT_HEAD:  # the tied table is stored under this name only
         name = EMBEDDING
     numbered = re.fullmatch(r"(.*\.layers\.)(\d+)(\..*)", name)
     if numbered is None:

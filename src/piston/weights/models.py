@@ -1,0 +1,271 @@
+"""Models from checkpoints and back: loading, saving and conversion, also of adapters alone.
+
+    model.safetensors       the tensors under our names
+    config.json             {"format": "piston", "version": 1, "model": {…}}, and further sections
+    assets/                 norm statistics, copied from the source by `convert`
+
+    adapters.safetensors    adapters alone, under their names in the whole model
+    adapters.json           {"format": "piston-adapters", "version": 1, "lora": {expert: {…}}}
+
+A model is loaded as a whole or not at all. Its tensors are read one by one into the memory in which
+they are used, so that peak memory is the model. Files appear under their names when they are
+complete: a reader sees the old file or the new one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from piston.files import atomic_file, atomic_folder, check_new_folder, sync, write_json
+from piston.models.autoregressive import Pi0FAST
+from piston.models.configs import ModelConfig
+from piston.models.flow import Pi0
+from piston.models.lora import adapter_state_dict, load_adapter_state_dict
+from piston.progress import Progress, no_progress
+from piston.serialization import to_json
+from piston.weights.building import (
+    build_on_meta,
+    expected_shapes,
+    held_dtypes,
+    initial_values,
+    shapes_of,
+)
+from piston.weights.checkpoint import TENSORS, Checkpoint, open_checkpoint
+from piston.weights.configs import CONFIG, OWN_FORMAT, VERSION, read_object
+from piston.weights.errors import CheckpointError, check_match
+from piston.weights.tensors import TensorFile, write_tensor_file
+
+logger = logging.getLogger(__name__)
+
+_ASSETS = "assets"
+_ADAPTERS, _ADAPTERS_CONFIG = "adapters.safetensors", "adapters.json"
+_ADAPTERS_FORMAT = {"format": "piston-adapters", "version": 1}
+_MAX_THREADS = 4  # the bandwidth of memory limits reading
+
+
+def load_model(
+    location: str | Path,
+    config: ModelConfig | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    may_be_new: Iterable[str] = (),
+) -> Pi0 | Pi0FAST:
+    """Load the model of a checkpoint in any known format.
+
+    `dtype` is what the large matrices are held in; None keeps the stored dtype of each. Tensors
+    that are float32 in every model become float32.
+    """
+    checkpoint = open_checkpoint(location, config)
+    model = build_on_meta(checkpoint.config)
+    load_into(model, checkpoint, may_be_new, dtype=dtype, device=device)
+    return model
+
+
+def load_into(
+    model: Pi0 | Pi0FAST,
+    checkpoint: Checkpoint,
+    may_be_new: Iterable[str] = (),
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+) -> list[str]:
+    """Fill every tensor of the model; return the names that are not in the checkpoint.
+
+    Patterns in `may_be_new` (`"*.lora_?"`) allow tensors to be missing: they start as in a new
+    model. Any other missing, extra or mis-shaped tensor is an error, raised before the model is
+    changed. A model on the meta device gets memory on `device`, in `dtype`. A model that has memory
+    is filled in place in its own dtypes; if a file cannot be read, all of it becomes NaN.
+    """
+    new = check_match(
+        shapes_of(model),
+        checkpoint.shapes(),
+        may_be_new=may_be_new,
+        what=f"{checkpoint} does not fit the {model.config.family} model",
+    )
+    state = model.state_dict()
+    empty = [name for name, tensor in state.items() if tensor.is_meta]
+    if empty and len(empty) < len(state):
+        raise ValueError(
+            f"{len(empty)} of the model's {len(state)} tensors are on the meta device, the others "
+            "have memory. Build the whole model on one device."
+        )
+    if empty:
+        stored = {name: entry.dtype for name, entry in checkpoint.entries.items()}
+        held = held_dtypes(model, stored, dtype)
+
+        def allocate(name: str) -> Tensor:
+            return torch.empty(state[name].shape, dtype=held[name], device=device)
+
+        tensors = _read_all(checkpoint, allocate)
+        for name, value in (initial_values(model.config, new) if new else {}).items():
+            tensors[name] = value.to(device=device, dtype=held[name])
+        model.load_state_dict(tensors, strict=True, assign=True)
+    else:
+        try:
+            _read_all(checkpoint, state.__getitem__)
+        except BaseException:
+            for name in checkpoint.entries:  # a mixture of old and new weights must not be used
+                state[name].fill_(torch.nan)
+            raise
+    if new:
+        logger.info("%d tensors are new, not from %s: %s …", len(new), checkpoint.path, new[0])
+    return new
+
+
+def _read_all(checkpoint: Checkpoint, allocate: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    def read(name: str) -> tuple[str, Tensor]:
+        tensor = allocate(name)
+        checkpoint.entries[name].read_into(tensor)
+        return name, tensor
+
+    # Arrays of the JAX trainer are decoded one after the other, by tensorstore's own threads.
+    threads = 1 if checkpoint.format == "jax" else min(_MAX_THREADS, os.cpu_count() or 1)
+    with torch.no_grad(), ThreadPoolExecutor(threads) as pool:
+        return dict(pool.map(read, checkpoint.names()))
+
+
+def save_model(
+    model: nn.Module | Mapping[str, Tensor],
+    config: ModelConfig,
+    folder: str | Path,
+    *,
+    sections: Mapping[str, Any] | None = None,
+) -> None:
+    """Write `model.safetensors` and `config.json`; existing ones are replaced.
+
+    `sections` are further parts of `config.json` (plain JSON). Other files in the folder stay.
+    """
+    state = model.state_dict() if isinstance(model, nn.Module) else model
+    if empty := sorted(name for name, tensor in state.items() if tensor.is_meta):
+        raise ValueError(f"{len(empty)} tensors have no values (meta device), such as {empty[0]}.")
+    found = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    check_match(expected_shapes(config), found, what="The tensors are not the configuration's")
+    _write_pair(Path(folder), TENSORS, state, CONFIG, _describe(config, sections or {}))
+
+
+def convert(
+    source: str | Path,
+    target: str | Path,
+    dtype: torch.dtype | None = None,
+    *,
+    config: ModelConfig | None = None,
+    progress: Progress = no_progress,
+) -> Checkpoint:
+    """Write a checkpoint of any known format in our own, holding one tensor in memory at a time.
+
+    `dtype` None keeps the dtype of every tensor, except that tensors which are float32 in every
+    model become float32. `progress` counts bytes.
+    """
+    target = Path(target).absolute()
+    check_new_folder(target)
+    checkpoint = open_checkpoint(source, config)
+    model = build_on_meta(checkpoint.config)
+    what = f"{checkpoint} is not a whole {checkpoint.config.family} model"
+    check_match(shapes_of(model), checkpoint.shapes(), what=what)
+    stored = {name: entry.dtype for name, entry in checkpoint.entries.items()}
+    held = held_dtypes(model, stored, dtype)
+    written = {
+        name: torch.empty(entry.shape, dtype=held[name], device="meta")
+        for name, entry in checkpoint.entries.items()
+    }
+    _log_what_is_lost(checkpoint)
+    with atomic_folder(target) as fresh:
+        write_tensor_file(
+            fresh / TENSORS, written, lambda name: checkpoint.tensor(name, held[name]), progress
+        )
+        write_json(fresh / CONFIG, _describe(checkpoint.config, {}), indent=2)
+        # Of a trainer's step folder, which may be given by its params or its file.
+        path = checkpoint.path
+        step = path if path.is_dir() and path.name != "params" else path.parent
+        if (step / _ASSETS).is_dir():
+            shutil.copytree(step / _ASSETS, fresh / _ASSETS)
+    return open_checkpoint(target)
+
+
+def _log_what_is_lost(checkpoint: Checkpoint) -> None:
+    if checkpoint.assumed:
+        values = ", ".join(f"{name} = {value}" for name, value in checkpoint.assumed.items())
+        logger.warning(
+            "%s does not state these fields, so their usual values were assumed: %s. If the model "
+            "was trained with other values, convert with its configuration (--preset).",
+            checkpoint,
+            values,
+        )
+    for name, reason in checkpoint.dropped.items():
+        logger.info("Left out %s: %s.", name, reason)
+
+
+def _write_pair(
+    folder: Path, tensor_name: str, tensors: Mapping[str, Tensor], json_name: str, described: Any
+) -> None:
+    """Write two files; a new folder appears with both of them."""
+    folder = folder.absolute()
+    exists = folder.is_dir() and any(folder.iterdir())
+    opened = nullcontext(folder) if exists else atomic_folder(folder)
+    with opened as place, atomic_file(place / tensor_name) as temporary:
+        write_tensor_file(temporary, tensors)
+        sync(temporary)  # before the other file is replaced: a full disk is found here
+        write_json(place / json_name, described, indent=2)
+
+
+def _describe(config: ModelConfig, sections: Mapping[str, Any]) -> dict[str, Any]:
+    own = {"format": OWN_FORMAT, "version": VERSION, "model": to_json(config)}
+    if clash := sorted(own.keys() & sections.keys()):
+        raise ValueError(f"Sections of config.json may not be named {', '.join(clash)}.")
+    return {**own, **sections}
+
+
+def save_adapters(model: Pi0 | Pi0FAST, folder: str | Path) -> None:
+    """Write the model's adapters and their configuration; existing files are replaced.
+
+    They are of use only with the base weights that they were trained on.
+    """
+    adapters = adapter_state_dict(model)
+    if not adapters:
+        raise ValueError("The model has no adapters to save: no expert's size has a lora.")
+    described = {**_ADAPTERS_FORMAT, "lora": _lora_of(model.config)}
+    _write_pair(Path(folder), _ADAPTERS, adapters, _ADAPTERS_CONFIG, described)
+
+
+def load_adapters(model: Pi0 | Pi0FAST, folder: str | Path) -> None:
+    """Fill all adapters of the model; its other weights stay.
+
+    The model must have the adapters that were saved: experts, kinds of layers, rank and alpha.
+    """
+    folder = Path(folder)
+    for name in (_ADAPTERS_CONFIG, _ADAPTERS):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder / name} is missing; `save_adapters` writes it.")
+    path = folder / _ADAPTERS_CONFIG
+    data = read_object(path)
+    if {key: data.get(key) for key in _ADAPTERS_FORMAT} != _ADAPTERS_FORMAT:
+        raise CheckpointError(f"{path} was not written by `save_adapters`: {_ADAPTERS_FORMAT}.")
+    ours = _lora_of(model.config)
+    if data.get("lora") != ours:
+        raise CheckpointError(
+            f"The adapters in {folder} are {data.get('lora')}, the model's are {ours}. Build the "
+            "model with the adapters that were saved."
+        )
+    entries = TensorFile(folder / _ADAPTERS).entries
+    load_adapter_state_dict(model, {name: entry.read() for name, entry in entries.items()})
+
+
+def _lora_of(config: ModelConfig) -> dict[str, Any]:
+    sizes = {name: getattr(config, name, None) for name in ("vlm", "action_expert")}
+    return {
+        name: dataclasses.asdict(size.lora)
+        for name, size in sizes.items()
+        if size is not None and size.lora is not None
+    }
