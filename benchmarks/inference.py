@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import torch
 import tyro
@@ -110,8 +110,7 @@ def run(options: Arguments) -> None:
 
 def random_model(config: Pi0Config, dtype: Held) -> Pi0:
     """Filled from one block of random numbers: drawing three billion takes longer than a chunk."""
-    model = weights.build_on_meta(config)
-    assert isinstance(model, Pi0)
+    model = cast(Pi0, weights.build_on_meta(config))
     if dtype != "float32":
         cast_for_inference(model, torch.bfloat16)
     block = torch.randn(2**22) * 0.02
@@ -167,8 +166,8 @@ def measure(model: Pi0, observation: Observation, num_steps: int, repeats: int) 
     noise = torch.randn(1, model.config.action_horizon, model.config.action_dim)
     counter = FlopCounterMode(display=False, custom_mapping=_UNCOUNTED)
     with counter:  # the warm-up as well
-        model.sample_actions(observation, noise, num_steps)
-    chunk = median_seconds(lambda: model.sample_actions(observation, noise, num_steps), repeats)
+        model.act(observation, noise, num_steps=num_steps)
+    chunk = median_seconds(lambda: model.act(observation, noise, num_steps=num_steps), repeats)
     embed = median_seconds(lambda: model.embed_prefix(observation), repeats)
     prefix = median_seconds(lambda: model.prefill(observation), repeats)
     return Timing(chunk, embed, prefix - embed, chunk - prefix, counter.get_total_flops())
@@ -234,11 +233,10 @@ def _load_from_file(
         if writer.exitcode:
             raise RuntimeError(f"Writing the file failed with exit code {writer.exitcode}.")
         started = time.perf_counter()
-        model = weights.load_model(Path(folder) / "model")
-        assert isinstance(model, Pi0)
+        model = cast(Pi0, weights.load_model(Path(folder) / "model"))
         if dtype == "int8":
             quantize_for_inference(model)
-        model.eval().sample_actions(observation, num_steps=num_steps)
+        model.eval().act(observation, num_steps=num_steps)
         return model, time.perf_counter() - started
 
 

@@ -33,13 +33,17 @@ def observe(model, present, lengths, prefix_lengths):
     )
 
 
+def loss_of(model, observation):
+    return model.training_losses(observation, None, {})["tokens"]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_loss_and_gradients_equal_the_plain_computation(layout, checkpointing):
     model = tiny.fast()
     observation = observe(model, *layout)
-    model.gradient_checkpointing = checkpointing
-    loss = model.loss(observation)
+    model.set_gradient_checkpointing(checkpointing)
+    loss = loss_of(model, observation)
     expected = plain.fast_loss(model, observation)
     assert_close(loss, expected, atol=2e-5, rtol=2e-5)
     parameters = list(model.parameters())
@@ -51,7 +55,7 @@ def test_loss_and_gradients_equal_the_plain_computation(layout, checkpointing):
 def test_loss_without_any_word_to_learn_is_zero():
     model = tiny.fast()
     observation = observe(model, [[True, True]] * 2, [6, 6], [6, 2])
-    loss = model.loss(observation)
+    loss = loss_of(model, observation)
     assert loss[0] == 0
     assert loss[1] > 0
 
@@ -60,7 +64,7 @@ def test_loss_without_any_word_to_learn_is_zero():
 def test_greedy_decoding_equals_recomputing_everything(layout):
     model = tiny.fast()
     observation = observe(model, *layout)
-    found = model.generate_tokens(observation, max_steps=6)
+    found = model.act(observation, num_steps=6)
     assert torch.equal(found, plain.fast_greedy(model, observation, 6)[:, : found.shape[1]])
 
 
@@ -69,7 +73,7 @@ def test_decoding_without_a_block_mask_reads_the_prompt_as_one_block():
     observation = observe(model, [[True, True]] * 2, [9, 4], [9, 9])
     without = dataclasses.replace(observation, token_ar_mask=None, token_loss_mask=None)
     expected = plain.fast_greedy(model, observation, 5)
-    assert torch.equal(model.generate_tokens(without, max_steps=5), expected)
+    assert torch.equal(model.act(without, num_steps=5), expected)
 
 
 def test_a_row_that_ended_goes_on_with_zeros_and_all_ended_stops(monkeypatch):
@@ -81,16 +85,16 @@ def test_a_row_that_ended_goes_on_with_zeros_and_all_ended_stops(monkeypatch):
         return torch.nn.functional.one_hot(next(script), model.config.vocab_size).float()
 
     monkeypatch.setattr(model, "logits", scripted)
-    tokens = model.generate_tokens(observation, max_steps=5)
+    tokens = model.act(observation, num_steps=5)
     assert tokens.tolist() == [[7, 1, 0, 0], [9, 9, 3, 1]]
 
 
 def test_the_configured_number_of_steps_is_the_default():
     model = tiny.fast(max_decoding_steps=3)
     observation = tiny.observe(model, [[True, True]], [5])
-    assert model.generate_tokens(observation).shape[1] <= 3
-    with pytest.raises(ValueError, match="max_steps"):
-        model.generate_tokens(observation, max_steps=0)
+    assert model.act(observation).shape[1] <= 3
+    with pytest.raises(ValueError, match="num_steps"):
+        model.act(observation, num_steps=0)
 
 
 def test_temperature_samples_the_softmax():
@@ -105,7 +109,9 @@ def test_temperature_is_reproducible():
     model = tiny.fast()
     observation = tiny.observe(model, [[True, True]] * 2, [5, 3])
     draws = [
-        model.generate_tokens(observation, 6, 1.0, torch.Generator().manual_seed(seed)).tolist()
+        model.act(
+            observation, num_steps=6, temperature=1.0, generator=torch.Generator().manual_seed(seed)
+        ).tolist()
         for seed in (0, 0, 1)
     ]
     assert draws[0] == draws[1] != draws[2]
@@ -127,20 +133,20 @@ def test_bfloat16_stays_close_and_decodes():
     model, exact = tiny.fast(dtype="bfloat16"), tiny.fast()
     exact.load_state_dict(model.state_dict())
     observation = observe(model, *LAYOUTS["lengths differ"])
-    loss = model.loss(observation)
+    loss = loss_of(model, observation)
     assert loss.dtype == torch.float32
-    assert_close(loss, exact.loss(observation), atol=0.05, rtol=0.05)
+    assert_close(loss, loss_of(exact, observation), atol=0.05, rtol=0.05)
     loss.sum().backward()
     assert all(p.grad is None or p.grad.dtype == torch.float32 for p in model.parameters())
     cast_for_inference(model, torch.bfloat16)
     assert model.vlm.embedding.weight.dtype == torch.bfloat16
-    tokens = model.generate_tokens(observation, max_steps=4)
+    tokens = model.act(observation, num_steps=4)
     assert tokens.shape[0] == 3
     with torch.no_grad():
-        assert_close(model.loss(observation), exact.loss(observation), atol=0.05, rtol=0.05)
+        assert_close(loss_of(model, observation), loss_of(exact, observation), atol=0.05, rtol=0.05)
 
 
 def test_loss_says_what_it_lacks():
     model = tiny.fast()
     with pytest.raises(ValueError, match="token_loss_mask"):
-        model.loss(tiny.observe(model, [[True, True]], [5]))
+        loss_of(model, tiny.observe(model, [[True, True]], [5]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from piston.models.flow import Pi0
+from piston.models.integrator import Guidance
 from piston.models.precision import cast_for_inference
 
 from . import plain, tiny
@@ -58,7 +60,7 @@ def test_velocity_and_samples_equal_the_plain_computation(pi05, layout):
         close(model.velocity(noise, time, cache), expected)
         # The suffix was written behind the prefix and not into it: again, and the same.
         close(model.velocity(noise, time, cache), expected)
-        sampled = model.sample_actions(observation, noise, num_steps=4)
+        sampled = model.act(observation, noise, num_steps=4)
         close(sampled, plain.sample(model, observation, noise, 4))
 
 
@@ -111,7 +113,7 @@ def test_prompt_may_be_missing_but_not_everything():
     observation = tiny.observe(model, [ALL], [0])
     without = dataclasses.replace(observation, tokenized_prompt=None, tokenized_prompt_mask=None)
     noise = tiny.chunk(model, 1)
-    close(model.sample_actions(without, noise), model.sample_actions(observation, noise))
+    close(model.act(without, noise), model.act(observation, noise))
     with pytest.raises(ValueError, match="no camera and no prompt"):
         model.prefill(tiny.observe(model, [NONE], [0]))
 
@@ -134,7 +136,7 @@ def test_absent_images_and_padding_never_enter_the_network(monkeypatch):
     observation = tiny.observe(model, [ALL, [True, False, False]], [5, 2])
     cache = model.prefill(observation)
     assert seen == {"forward": 4, "embed": 7}
-    assert cache.memories[0].length == 3 * 4 + 5  # the longest row, not three cameras + seven
+    assert cache.caches[0].length == 3 * 4 + 5  # the longest row, not three cameras + seven
 
 
 def test_equal_lengths_need_no_mask_and_pi05_none_at_all():
@@ -151,15 +153,15 @@ def test_sampling_never_copies_the_prefix():
     model = tiny.flow()
     with torch.no_grad():
         cache = model.prefill(tiny.observe(model, [ALL], [5]))
-        before = [memory.keys.clone() for memory in cache.memories]
-        pointers = [memory.keys.data_ptr() for memory in cache.memories]
-        length = cache.memories[0].length
-        assert cache.memories[0].keys.shape[2] == length + 5
+        before = [one.keys.clone() for one in cache.caches]
+        pointers = [one.keys.data_ptr() for one in cache.caches]
+        length = cache.caches[0].length
+        assert cache.caches[0].keys.shape[2] == length + 5
         model.velocity(tiny.chunk(model, 1), torch.ones(1), cache)
-    for memory, old, pointer in zip(cache.memories, before, pointers):
-        assert memory.keys.data_ptr() == pointer
-        assert torch.equal(memory.keys[:, :, :length], old[:, :, :length])
-        assert not torch.equal(memory.keys[:, :, length:], old[:, :, length:])
+    for one, old, pointer in zip(cache.caches, before, pointers):
+        assert one.keys.data_ptr() == pointer
+        assert torch.equal(one.keys[:, :, :length], old[:, :, :length])
+        assert not torch.equal(one.keys[:, :, length:], old[:, :, length:])
 
 
 @FAMILIES
@@ -197,12 +199,12 @@ def test_bfloat16_stays_close_and_keeps_what_must_be_float32(pi05):
     model = tiny.flow(pi05=pi05)
     observation = tiny.observe(model, [ALL, [True, False, False]], [2, 6])
     noise = tiny.chunk(model, 2)
-    exact = model.sample_actions(observation, noise)
+    exact = model.act(observation, noise)
     masters = with_dtype(model, "bfloat16")
     served = copy.deepcopy(masters)
     cast_for_inference(served, torch.bfloat16)
     for low in (masters, served):
-        found = low.sample_actions(observation, noise)
+        found = low.act(observation, noise)
         assert found.dtype == torch.float32
         assert 0 < (found - exact).abs().max() < 0.15
         assert (found - exact).abs().mean() < 0.03
@@ -225,21 +227,19 @@ def test_construction_needs_no_memory_and_filling_gives_the_same_model():
     cast_for_inference(empty, torch.bfloat16)
     empty.load_state_dict(model.state_dict(), assign=True)
     observation, noise = tiny.observe(model, [ALL], [4]), tiny.chunk(model, 1)
-    assert torch.equal(
-        empty.sample_actions(observation, noise), model.sample_actions(observation, noise)
-    )
+    assert torch.equal(empty.act(observation, noise), model.act(observation, noise))
 
 
 def test_sampling_is_reproducible_and_says_what_is_wrong():
     model = tiny.flow()
     observation = tiny.observe(model, [ALL], [4])
-    first = model.sample_actions(observation, generator=seeded())
-    assert torch.equal(first, model.sample_actions(observation, generator=seeded()))
-    assert not torch.equal(first, model.sample_actions(observation, generator=seeded(1)))
+    first = model.act(observation, generator=seeded())
+    assert torch.equal(first, model.act(observation, generator=seeded()))
+    assert not torch.equal(first, model.act(observation, generator=seeded(1)))
     with pytest.raises(ValueError, match="num_steps"):
-        model.sample_actions(observation, num_steps=0)
+        model.act(observation, num_steps=0)
     with pytest.raises(ValueError, match=r"noise has shape \(2, 4, 5\), expected \(1, 4, 5\)"):
-        model.sample_actions(observation, tiny.chunk(model, 2))
+        model.act(observation, tiny.chunk(model, 2))
     renamed = dataclasses.replace(
         observation,
         images={"top": observation.images["camera_0"]},
@@ -252,6 +252,38 @@ def test_sampling_is_reproducible_and_says_what_is_wrong():
         model.prefill(dataclasses.replace(observation, images=small))
 
 
+@FAMILIES
+def test_candidates_share_a_prefix_and_equal_separate_calls(pi05, monkeypatch):
+    model = tiny.flow(pi05=pi05)
+    observation = tiny.observe(model, [ALL, [False, True, False]], [2, 7])
+    noise = tiny.chunk(model, 2, 3)
+    weights = torch.linspace(1, 0, 4).expand(2, -1)
+    for guidance in (None, Guidance(tiny.chunk(model, 2, seed=9), weights)):
+        separate = [model.act(observation, noise[:, i], guidance=guidance) for i in range(3)]
+        calls = []
+        tower = model.vision.forward
+        with monkeypatch.context() as patch:
+            patch.setattr(model.vision, "forward", lambda *a: calls.append(1) or tower(*a))  # noqa: B023
+            together = model.act(observation, noise, guidance=guidance)
+        assert len(calls) == 1
+        assert_close(together, torch.stack(separate, 1), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("num_steps", [1, 4])
+def test_every_step_of_the_integrator_can_be_visited(num_steps):
+    model = tiny.flow()
+    observation, noise = tiny.observe(model, [ALL], [4]), tiny.chunk(model, 1)
+    path = []
+    found = model.act(observation, noise, num_steps=num_steps, visit=path.append)
+    assert len(path) == num_steps + 1
+    assert torch.equal(path[0], noise)
+    assert torch.equal(path[-1], found)
+    cache = model.prefill(observation)
+    for step, (before, after) in enumerate(itertools.pairwise(path)):
+        velocity = model.velocity(before, torch.tensor([1 - step / num_steps]), cache)
+        close(after, before - velocity.detach() / num_steps)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("pi05", "backend"), [(False, "inductor"), (True, "aot_eager")])
 def test_compiled_prefill_and_velocity_equal_eager(pi05, backend):
@@ -259,10 +291,10 @@ def test_compiled_prefill_and_velocity_equal_eager(pi05, backend):
     model = tiny.flow(pi05=pi05, **shallow)
     observation = tiny.observe(model, [ALL, [True, False, False]], [2, 6])
     noise = tiny.chunk(model, 2)
-    expected = model.sample_actions(observation, noise, num_steps=4)
+    expected = model.act(observation, noise, num_steps=4)
     model.prefill = torch.compile(model.prefill, backend=backend)
     model.velocity = torch.compile(model.velocity, backend=backend, fullgraph=True)
-    close(model.sample_actions(observation, noise, num_steps=4), expected)
+    close(model.act(observation, noise, num_steps=4), expected)
 
 
 def with_dtype(model, dtype):

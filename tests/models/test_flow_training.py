@@ -26,7 +26,7 @@ def test_loss_and_gradients_equal_the_plain_computation(pi05):
     observation = tiny.observe(model, [ALL, [False, True, False]], [2, 7])
     actions, noise = tiny.chunk(model, 2), tiny.chunk(model, 2, seed=3)
     time = torch.tensor([0.3, 0.8])
-    loss = model.loss(observation, actions, noise, time)
+    loss = tiny.loss(model, observation, actions, noise, time)
     found = gradients(model, loss)
 
     t = time[:, None, None]
@@ -50,9 +50,9 @@ def test_gradient_checkpointing_changes_nothing(pi05, frozen):
         getattr(model, name).requires_grad_(False)
     observation = tiny.observe(model, [ALL, [False, True, False]], [2, 7])
     arguments = (tiny.chunk(model, 2), tiny.chunk(model, 2, 3), torch.rand(2, 3))
-    plainly = gradients(model, model.loss(observation, *arguments))
-    model.gradient_checkpointing = True
-    again = gradients(model, model.loss(observation, *arguments))
+    plainly = gradients(model, tiny.loss(model, observation, *arguments))
+    model.set_gradient_checkpointing(True)
+    again = gradients(model, tiny.loss(model, observation, *arguments))
     for name, gradient in plainly.items():
         if gradient is not None:
             assert_close(again[name], gradient, msg=name)
@@ -63,13 +63,13 @@ def test_draws_share_a_prefix_and_equal_separate_losses(pi05, monkeypatch):
     model = tiny.flow(pi05=pi05)
     observation = tiny.observe(model, [ALL, [False, True, False]], [2, 7])
     actions, noise, time = tiny.chunk(model, 2), tiny.chunk(model, 2, 3, seed=5), torch.rand(2, 3)
-    separate = [model.loss(observation, actions, noise[:, i], time[:, i]) for i in range(3)]
+    separate = [tiny.loss(model, observation, actions, noise[:, i], time[:, i]) for i in range(3)]
     expected = torch.stack(separate, 1)
     expected_gradients = gradients(model, expected)
     calls = []
     tower = model.vision.forward
     monkeypatch.setattr(model.vision, "forward", lambda *a: calls.append(1) or tower(*a))
-    together = model.loss(observation, actions, noise, time)
+    together = tiny.loss(model, observation, actions, noise, time)
     assert len(calls) == 1
     close(together, expected)
     for name, gradient in gradients(model, together).items():
@@ -79,27 +79,32 @@ def test_draws_share_a_prefix_and_equal_separate_losses(pi05, monkeypatch):
     assert error.shape == noise.shape
     close(error.mean(-1), together)
     with torch.no_grad():
-        close(model.loss(observation, actions, noise, time), expected)
+        close(tiny.loss(model, observation, actions, noise, time), expected)
 
 
 def test_shapes_of_drawn_losses():
     model = tiny.flow()
     observation = tiny.observe(model, [ALL, ALL], [2, 2])
     actions = tiny.chunk(model, 2)
-    draw = lambda **k: model.loss(observation, actions, generator=seeded(), **k)  # noqa: E731
-    assert draw().shape == (2, 4)
-    assert draw(num_draws=1).shape == (2, 1, 4)
-    assert draw(num_draws=3).shape == (2, 3, 4)
-    assert draw(time=torch.rand(2, 2)).shape == (2, 2, 4)
-    assert torch.equal(draw(num_draws=2), draw(num_draws=2))
-    with pytest.raises(ValueError, match=r"time has shape \(2,\), expected \(2, 3\)"):
-        draw(num_draws=3, time=torch.rand(2))
+
+    def losses(num_draws=1, **changes):
+        draws = model.draw(2, num_draws, seeded()) | changes
+        return model.training_losses(observation, actions, draws)["velocity"]
+
+    for num_draws in (1, 3):
+        draws = model.draw(2, num_draws, seeded())
+        error = model.velocity_error(observation, actions, draws["noise"], draws["time"])
+        assert error.shape == (2, num_draws, 4, 5)
+        assert torch.equal(losses(num_draws), error.mean(1))
+    assert torch.equal(losses(2), losses(2))
+    with pytest.raises(ValueError, match=r"time has shape \(2, 2\), expected .*\(2, 3\)"):
+        losses(3, time=torch.rand(2, 2))
     with pytest.raises(ValueError, match="noise has shape"):
-        draw(noise=torch.zeros(2, 4, 6))
+        losses(noise=torch.zeros(2, 1, 4, 6))
 
 
 def test_times_are_drawn_from_the_shifted_beta():
-    time = sample_time((20_000,), torch.device("cpu"), seeded())
+    time = sample_time((20_000,), seeded())
     assert time.min() >= 0.001
     assert time.max() <= 1
     assert time.mean().item() == pytest.approx(0.001 + 0.999 * 0.6, abs=0.005)
@@ -115,9 +120,9 @@ def test_bfloat16_training_has_float32_gradients_for_float32_masters():
     model = with_dtype(tiny.flow(), "bfloat16")
     observation = tiny.observe(model, [ALL, [True, False, False]], [2, 6])
     arguments = (tiny.chunk(model, 2), tiny.chunk(model, 2, seed=8), torch.tensor([0.3, 0.9]))
-    low = gradients(model, model.loss(observation, *arguments))
+    low = gradients(model, tiny.loss(model, observation, *arguments))
     exact_model = with_dtype(model, "float32")
-    exact = gradients(exact_model, exact_model.loss(observation, *arguments))
+    exact = gradients(exact_model, tiny.loss(exact_model, observation, *arguments))
     for name, gradient in exact.items():
         # A bias of keys shifts all logits of a query alike: its gradient is nothing but rounding.
         if gradient is not None and not name.endswith("key.bias"):

@@ -30,20 +30,20 @@ def test_shapes_are_checked_before_anything_runs(model):
     cache = model.prefill(observation)
     for value in wrong.values():
         with pytest.raises(ValueError, match=r"actions has shape .*expected \(2, 4, 5\)"):
-            model.loss(observation, value, chunk, time)
+            tiny.loss(model, observation, value, chunk, time)
         with pytest.raises(ValueError, match=r"noise has shape .*expected \(2, "):
-            model.loss(observation, chunk, value, time)
+            tiny.loss(model, observation, chunk, value, time)
         with pytest.raises(ValueError, match=r"noise has shape .*expected \(2, 4, 5\)"):
-            model.sample_actions(observation, value)
+            model.act(observation, value)
         with pytest.raises(ValueError, match=r"noisy_actions has shape .*expected \(2, 4, 5\)"):
             model.velocity(value, time, cache)
     for value in (time[:, None], torch.ones(3), torch.tensor(0.5)):
         with pytest.raises(ValueError, match="time has shape"):
             model.velocity(chunk, value, cache)
     with pytest.raises(ValueError, match="time has shape"):
-        model.loss(observation, chunk, chunk, time[:1])
+        tiny.loss(model, observation, chunk, chunk, time[:1])
     with pytest.raises(ValueError, match="num_draws must be at least 1, is 0"):
-        model.loss(observation, chunk, num_draws=0)
+        model.draw(2, num_draws=0)
 
 
 def test_a_state_of_another_width_is_refused_where_it_is_read():
@@ -53,8 +53,8 @@ def test_a_state_of_another_width_is_refused_where_it_is_read():
         narrow = dataclasses.replace(observation, state=observation.state[:, :3])
         if pi05:
             noise = tiny.chunk(model, 1)
-            expected = model.sample_actions(observation, noise)
-            assert torch.equal(model.sample_actions(narrow, noise), expected)
+            expected = model.act(observation, noise)
+            assert torch.equal(model.act(narrow, noise), expected)
         else:
             with pytest.raises(ValueError, match=r"state has shape \(1, 3\), expected .*5"):
                 model.prefill(narrow)
@@ -69,13 +69,14 @@ def test_cameras_of_bytes_and_of_floats_mix(model):
     mixed = dataclasses.replace(observation, images={**observation.images, first: floats[first]})
     halves = {first: floats[first].double()}
     for images in (mixed.images, floats, {**floats, **halves}, {**observation.images, **halves}):
-        found = model.sample_actions(dataclasses.replace(observation, images=images), noise)
-        expected = model.sample_actions(observation, noise)
+        found = model.act(dataclasses.replace(observation, images=images), noise)
+        expected = model.act(observation, noise)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("temperature", [math.nan, math.inf, -1.0])
 def test_temperature_must_be_a_number(temperature):
     model = tiny.fast()
+    observation = tiny.observe(model, [[True, True]], [5])
     with pytest.raises(ValueError, match="temperature"):
-        model.generate_tokens(tiny.observe(model, [[True, True]], [5]), 2, temperature)
+        model.act(observation, num_steps=2, temperature=temperature)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from piston.models import joint, masks
-from piston.models.gemma import Expert, Memory, Rope
+from piston.models import masks
+from piston.models.gemma import Expert, KVCache, Rope
 
 from . import plain, tiny
 
@@ -24,30 +24,30 @@ def test_three_experts_of_different_widths(room):
     positions = masks.positions(valid)
     with torch.no_grad():
         expected = plain.transformer(experts, list(streams), [None] * 3, mask, positions)
-        memories = joint.empty_memories(experts[0], 2, room, streams[0])
+        caches = experts[0].empty_caches(2, room, streams[0])
         begin = 0
         for expert, tokens, output in zip(experts, streams, expected):
             end = begin + tokens.shape[1]
             rope = Rope.at(positions[:, begin:end], expert.size.head_dim)
             rows = mask[:, begin:end, :end]
-            shorter = joint.remember(expert, tokens, memories, rope, rows)
-            found, memories = joint.read(expert, tokens, memories, rope, rows)
+            shorter = expert.prefill(tokens, caches, rope, rows)
+            found, caches = expert(tokens, caches, rope, rows)
             assert_close(found, output, atol=2e-5, rtol=2e-5)
-            for one, other in zip(shorter, memories):
+            for one, other in zip(shorter, caches):
                 assert_close(one.read(), other.read())
             begin = end
 
 
-def test_memory_writes_in_place_only_with_room_and_without_gradients():
+def test_cache_writes_in_place_only_with_room_and_without_gradients():
     keys = torch.randn(1, 2, 1, 6)
-    memory = Memory.empty(tiny.gemma(), 1, 3, keys)
-    first = memory.extend(keys, keys)
-    assert first.keys.data_ptr() == memory.keys.data_ptr()
+    cache = KVCache.empty(tiny.gemma(), 1, 3, keys)
+    first = cache.extend(keys, keys)
+    assert first.keys.data_ptr() == cache.keys.data_ptr()
     assert_close(first.read()[0], keys.transpose(1, 2))
     longer = first.extend(keys, keys)  # four do not fit into three
-    assert longer.keys.data_ptr() != memory.keys.data_ptr()
+    assert longer.keys.data_ptr() != cache.keys.data_ptr()
     assert_close(longer.read()[0], torch.cat((keys, keys), 1).transpose(1, 2))
     learning = first.extend(keys[:, :1].clone().requires_grad_(), keys[:, :1])
-    assert learning.keys.data_ptr() != memory.keys.data_ptr()
+    assert learning.keys.data_ptr() != cache.keys.data_ptr()
     assert learning.keys.requires_grad
-    assert not memory.keys.requires_grad
+    assert not cache.keys.requires_grad

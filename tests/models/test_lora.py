@@ -50,13 +50,13 @@ def adapted(pi05=False, **kinds) -> Pi0:
 def test_merging_gives_the_same_actions_in_a_plain_model(pi05):
     model = adapted(pi05)
     observation, noise = tiny.observe(model, [ALL], [4]), tiny.chunk(model, 1)
-    expected = model.sample_actions(observation, noise)
+    expected = model.act(observation, noise)
     merge_adapters(model)
     assert not adapter_state_dict(model)
-    assert_close(model.sample_actions(observation, noise), expected, atol=2e-5, rtol=2e-5)
+    assert_close(model.act(observation, noise), expected, atol=2e-5, rtol=2e-5)
     plain = Pi0(without_adapters(model.config))
     plain.load_state_dict(model.state_dict())
-    assert_close(plain.sample_actions(observation, noise), expected, atol=2e-5, rtol=2e-5)
+    assert_close(plain.act(observation, noise), expected, atol=2e-5, rtol=2e-5)
 
 
 def test_a_new_adapter_changes_nothing():
@@ -65,8 +65,8 @@ def test_a_new_adapter_changes_nothing():
     missing = model.load_state_dict(base.state_dict(), strict=False).missing_keys
     assert all(".lora_" in name for name in missing)
     observation, noise = tiny.observe(model, [ALL], [4]), tiny.chunk(model, 1)
-    expected = base.sample_actions(observation, noise)
-    assert_close(model.sample_actions(observation, noise), expected, atol=1e-6, rtol=1e-6)
+    expected = base.act(observation, noise)
+    assert_close(model.act(observation, noise), expected, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["attention", "mlp"])
@@ -106,7 +106,7 @@ def test_training_adapters_alone_leaves_the_base_unchanged():
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     observation, actions = tiny.observe(model, [ALL], [4]), tiny.chunk(model, 1)
     noise, time = tiny.chunk(model, 1, seed=9), torch.tensor([0.5])
-    model.loss(observation, actions, noise, time).sum().backward()
+    tiny.loss(model, observation, actions, noise, time).sum().backward()
     optimizer.step()
     changed = {n for n, value in model.state_dict().items() if not torch.equal(value, before[n])}
     assert not changed & set(frozen)

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from piston.models import masks
 
+from . import tiny
 from .cases import Case
 
 FLOW = ("pi0", "pi05", "pi0_lora")
@@ -41,15 +42,13 @@ def test_velocity_and_the_outputs_before_it(case, model):
 
 
 def test_sampled_actions(case, model):
-    sampled = model.sample_actions(
-        case.observation(), case.input("noise"), num_steps=case.facts["num_steps"]
-    )
+    sampled = model.act(case.observation(), case.input("noise"), num_steps=case.facts["num_steps"])
     close(sampled, case.output("sampled_actions"))
 
 
 def test_loss(case, model):
-    loss = model.loss(
-        case.observation(), case.input("actions"), case.input("noise"), case.input("time")
+    loss = tiny.loss(
+        model, case.observation(), case.input("actions"), case.input("noise"), case.input("time")
     )
     assert_close(loss.detach(), case.output("loss"), atol=0, rtol=1e-4)
 
@@ -78,7 +77,7 @@ def test_gradients(name: str, reference: Path):
     facts = json.loads((case.folder / "training.json").read_text())
     model = case.model()
     arguments = (case.input("actions"), case.input("noise"), case.input("time"))
-    loss = model.loss(case.observation(), *arguments).mean()
+    loss = tiny.loss(model, case.observation(), *arguments).mean()
     loss.backward()
     assert loss.item() == pytest.approx(facts["losses_before_each_step"][0], rel=1e-4)
     norms = {n: p.grad.norm() for n, p in model.named_parameters() if p.grad is not None}
@@ -101,11 +100,11 @@ def test_gradients(name: str, reference: Path):
 
 def test_fast_loss(reference: Path):
     case = Case.read(reference / "models" / "pi0_fast")
-    loss = case.model().loss(case.observation())
+    loss = case.model().training_losses(case.observation(), None, {})["tokens"]
     assert_close(loss.detach(), case.output("loss"), atol=0, rtol=1e-4)
 
 
 def test_fast_greedy_tokens(reference: Path):
     case = Case.read(reference / "models" / "pi0_fast")
-    tokens = case.model().generate_tokens(case.observation("decode_in"))
+    tokens = case.model().act(case.observation("decode_in"))
     assert torch.equal(tokens, case.output("greedy_tokens").long())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from piston.models.autoregressive import Pi0FAST
 from piston.models.configs import Pi0Config, Pi0FASTConfig
@@ -96,3 +96,14 @@ def observe(
 def chunk(model: Pi0, batch: int, *draws: int, seed: int = 2) -> torch.Tensor:
     shape = (batch, *draws, model.config.action_horizon, model.config.action_dim)
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def loss(
+    model: Pi0, observation: Observation, actions: Tensor, noise: Tensor, time: Tensor
+) -> Tensor:
+    """The mean squared error per sample (and draw, if time has that axis) and step."""
+    if time.ndim == 1:
+        error = model.velocity_error(observation, actions, noise[:, None], time[:, None])[:, 0]
+    else:
+        error = model.velocity_error(observation, actions, noise, time)
+    return error.mean(-1)

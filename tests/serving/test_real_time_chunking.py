@@ -71,7 +71,8 @@ def _train(model: Pi0, to_model, num_steps: int = 300, batch_size: int = 8) -> N
         ways = [to_model({**_observe(0.0), "actions": way})["actions"] for way in actions]
         optimizer.zero_grad()
         targets = torch.from_numpy(np.stack(ways).astype(np.float32))
-        model.loss(observation, targets, num_draws=4).mean().backward()
+        draws = model.draw(batch_size, num_draws=4)
+        model.training_losses(observation, targets, draws)["velocity"].mean().backward()
         optimizer.step()
         schedule.step()
 

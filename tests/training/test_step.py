@@ -61,7 +61,7 @@ def test_one_batch_is_learned_by_heart(pi05, steps):
     with trainer.ema.applied():
         for seed in range(4):
             noise = torch.Generator().manual_seed(seed)
-            sampled = trainer.model.sample_actions(Observation.from_dict(batch), generator=noise)
+            sampled = trainer.model.act(Observation.from_dict(batch), generator=noise)
             assert_close(sampled, batch["actions"], atol=0.02, rtol=0)
 
 
@@ -116,7 +116,9 @@ def test_draws_share_a_prefix_and_average():
     draws = trainer._draw(4, 0)
     observation = Observation.from_dict(batch)
     expected = [
-        trainer.model.loss(observation, batch["actions"], draws["noise"][:, i], draws["time"][:, i])
+        trainer.model.training_losses(
+            observation, batch["actions"], {name: one[:, i : i + 1] for name, one in draws.items()}
+        )["velocity"]
         for i in range(3)
     ]
     assert trainer.step(batch, 0).loss == pytest.approx(
@@ -167,9 +169,10 @@ def test_masked_loss_is_the_mean_over_what_is_left():
     trainer = make_trainer(6, mask_padded_steps=True, mask_padded_dims=True, augmentation=False)
     draws = trainer._draw(4, 0)
     with torch.no_grad():
-        errors = trainer.model.velocity_error(
-            Observation.from_dict(batch), batch["actions"], draws["noise"], draws["time"]
-        )[:, 0]
+        losses = trainer.model.training_losses(
+            Observation.from_dict(batch), batch["actions"], draws
+        )
+        errors = losses["velocity"]
     kept = errors[~batch["action_is_pad"]][:, :6]
     assert trainer.step(batch, 0).loss == pytest.approx(kept.mean().item(), rel=1e-5)
 

@@ -59,7 +59,7 @@ def test_they_load_convert_and_run(reference, reference_config, narrow, tmp_path
     with np.load(reference / "models" / name / "case.npz") as arrays:
         case = dict(arrays)
     noise = torch.from_numpy(case["in/noise"])
-    actions = [m.sample_actions(observation_of(case), noise) for m in (loaded, converted)]
+    actions = [m.act(observation_of(case), noise) for m in (loaded, converted)]
     assert torch.equal(*actions)
     expected = torch.from_numpy(case["out/sampled_actions"])
     assert (actions[0] - expected).abs().max() < 0.05 * expected.abs().max()

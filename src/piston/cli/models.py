@@ -12,9 +12,8 @@ from rich.table import Table
 from piston import presets, weights
 from piston.cli.console import console, table
 from piston.models import masks
-from piston.models.autoregressive import Pi0FAST
 from piston.models.configs import ModelConfig
-from piston.models.flow import Pi0
+from piston.models.model import Model
 from piston.models.precision import cast_for_inference
 from piston.models.variants import GemmaSize
 from piston.progress import BYTES, ProgressBar
@@ -90,8 +89,10 @@ def _count(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _parts(model: Pi0 | Pi0FAST) -> Table:
+def _parts(model: Model) -> Table:
     config, vision = model.config, model.config.vision
+    reads = {"vlm": f"prefix, vocabulary {config.vocab_size:,}", "action_expert": "suffix"}
+    titles = {"vlm": "vision-language expert", "action_expert": "action expert"}
     parts: dict[str, dict[str, str]] = {
         "vision tower": {
             "parameters": f"{_count(model.vision):,}",
@@ -101,13 +102,13 @@ def _parts(model: Pi0 | Pi0FAST) -> Table:
             "heads": f"{vision.num_heads} × {vision.width // vision.num_heads}",
             "reads": f"{config.image_size}×{config.image_size} in patches of {vision.patch}",
         },
-        "vision-language expert": _expert_column(
-            config.vlm, _count(model.vlm), f"prefix, vocabulary {config.vocab_size:,}"
-        ),
     }
-    if isinstance(model, Pi0):
-        count = _count(model.action_expert) + _count(model.suffix)
-        parts["action expert"] = _expert_column(model.config.action_expert, count, "suffix")
+    rest = _count(model) - _count(model.vision)
+    for name, expert in model.experts.items():
+        # What belongs to no other part, such as the suffix, is counted with the last expert.
+        count = rest if name == list(model.experts)[-1] else _count(expert)
+        parts[titles[name]] = _expert_column(expert.size, count, reads[name])
+        rest -= count
     names = ("parameters", "width", "layers", "mlp", "heads", "LoRA", "reads")
     rows = [[name, *(part.get(name, "–") for part in parts.values())] for name in names]
     rows = [row for row in rows if set(row[1:]) != {"–"}]
@@ -126,34 +127,23 @@ def _expert_column(size: GemmaSize, count: int, reads: str) -> dict[str, str]:
     }
 
 
-def _tokens(model: Pi0 | Pi0FAST) -> Table:
+def _tokens(model: Model) -> Table:
     """The layout of a sequence in which every camera is present and the prompt is full."""
-    config = model.config
-    per_camera = str(config.tokens_per_camera)
-    rows = [(camera, per_camera, "prefix, if the camera is present") for camera in config.cameras]
-    rows.append(("prompt", f"≤ {config.prompt_length}", "prefix, without padding"))
-    if isinstance(model, Pi0):
-        if _has_state_token(model):
-            rows.append(("state", "1", "suffix"))
-        rows.append(("actions", str(config.action_horizon), "suffix, one per step of the chunk"))
-    else:
-        rows.append(("action codes", "within the prompt", "generated one by one"))
+    rows = []
+    for group in model.token_groups():
+        size = "within the prompt" if group.size is None else str(group.size)
+        size = f"≤ {size}" if group.name == "prompt" else size
+        rows.append((group.name, size, group.source))
     return table(("part", "tokens", "from"), rows, title="tokens", right=("tokens",))
 
 
-def _has_state_token(model: Pi0) -> bool:
-    return len(model.suffix.starts_block(torch.device("cpu"))) > model.config.action_horizon
+def _mask(model: Model) -> str:
+    groups = model.token_groups()[len(model.config.cameras) :]
+    rows = [("images", False), *((group.name, group.starts_block) for group in groups)]
+    return masks.draw(rows, causal=[group.name for group in groups if group.is_causal])
 
 
-def _mask(model: Pi0 | Pi0FAST) -> str:
-    prefix = [("images", False), ("prompt", False)]
-    if isinstance(model, Pi0FAST):
-        return masks.draw([*prefix, ("codes", True)], causal=["codes"])
-    state = [("state", True)] if _has_state_token(model) else []
-    return masks.draw([*prefix, *state, ("actions", True)])
-
-
-def _memory(model: Pi0 | Pi0FAST) -> Table:
+def _memory(model: Model) -> Table:
     """Parameters and what belongs to each of them; activations come on top."""
     count = _count(model)
     adapters = sum(p.numel() for name, p in model.named_parameters() if "lora" in name)
@@ -175,7 +165,7 @@ def _bytes(number: float) -> str:
     return f"{number / 1e9:.2f} GB" if number >= 1e8 else f"{number / 1e6:.2f} MB"
 
 
-def _num_always_float32(model: Pi0 | Pi0FAST) -> int:
+def _num_always_float32(model: Model) -> int:
     """Parameters that stay float32 when the model is held in bfloat16."""
     held = weights.build_on_meta(model.config)
     cast_for_inference(held, torch.bfloat16)

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from piston.config import DataConfig
-from piston.inference.sampling import Guidance, Jacobian, guidance_weights, sample_guided
-from piston.models.autoregressive import Pi0FAST
-from piston.models.flow import Pi0
+from piston.models.integrator import Guidance, Jacobian, guidance_weights
+from piston.models.model import Model
 from piston.observation import Observation
 from piston.transforms.base import Data, compose
 
@@ -31,7 +30,7 @@ class Policy:
 
     def __init__(
         self,
-        model: Pi0 | Pi0FAST,
+        model: Model,
         data: DataConfig,
         *,
         metadata: Mapping[str, Any] | None = None,
@@ -102,10 +101,9 @@ class Policy:
             tokenized_prompt=words,
             tokenized_prompt_mask=words > 0,
         ).to(self.device)
-        if isinstance(self.model, Pi0FAST):
-            self.model.generate_tokens(observation, max_steps=2)
-        else:
-            self.model.sample_actions(observation, num_steps=self.num_steps)
+        # Two tokens of a model that writes them: it may write very many for a black image.
+        steps = self.num_steps if self.model.config.denoises else 2
+        self.model.act(observation, num_steps=steps)
         self._wait_for_device()
         return time.perf_counter() - started
 
@@ -121,14 +119,15 @@ class Policy:
         previous = seen.pop("actions", None)
         if rtc is not None:
             seen["rtc"] = {**rtc, "previous_chunk": previous}
-        if isinstance(self.model, Pi0):
+        if self.model.config.denoises:
             seen["noise"] = self._noise(observation)
         return seen
 
     def _checked_rtc(self, rtc: Any) -> dict[str, Any]:
         """A request for real-time chunking: the old chunk from now on, and two numbers of steps."""
-        if isinstance(self.model, Pi0FAST):
-            raise ValueError("Real-time chunking needs a flow model; this one is π0-FAST.")
+        if not self.model.config.denoises:
+            family = self.model.config.family
+            raise ValueError(f"Real-time chunking needs a flow model; this one is {family}.")
         expected = {"previous_chunk", *_RTC_STEPS}
         if not isinstance(rtc, Mapping) or not expected <= rtc.keys():
             raise ValueError(f"rtc is {_kind(rtc)}; expected {', '.join(sorted(expected))}.")
@@ -174,16 +173,15 @@ class Policy:
 
     def _run(self, prepared: Sequence[Data], guided: bool) -> list[dict[str, Any]]:
         observation = Observation.from_dict(_stack(prepared)).to(self.device)
-        if isinstance(self.model, Pi0FAST):
-            actions: Tensor = self.model.generate_tokens(observation)
+        if self.model.config.denoises:
+            actions = self.model.act(
+                observation,
+                self._tensor([one["noise"] for one in prepared]),
+                num_steps=self.num_steps,
+                guidance=self._guidance(prepared) if guided else None,
+            )
         else:
-            noise = self._tensor([one["noise"] for one in prepared])
-            if guided:
-                actions = sample_guided(
-                    self.model, observation, noise, self.num_steps, self._guidance(prepared)
-                )
-            else:
-                actions = self.model.sample_actions(observation, noise, self.num_steps)
+            actions = self.model.act(observation)
         chunks = actions.cpu().numpy()  # waits until the device has finished
         return [
             dict(self._to_robot({"state": one["state"], "actions": chunk}))

@@ -104,6 +104,16 @@ class ModelConfig(abc.ABC):
         return self.usual_prompt_length if self.max_token_len is None else self.max_token_len
 
     @property
+    def denoises(self) -> bool:
+        """Whether actions are denoised by a flow; otherwise they are written as tokens."""
+        return self.action_tokenizer is None
+
+    @property
+    def uses_augmentation(self) -> bool:
+        """Whether the family is trained on randomly changed images."""
+        return True
+
+    @property
     def uses_quantiles(self) -> bool:
         """Whether states and actions are normalised by quantiles rather than mean and std."""
         return True
@@ -212,3 +222,7 @@ class Pi0FASTConfig(ModelConfig):
     @property
     def action_tokenizer(self) -> str:
         return self.fast_tokenizer or PUBLIC_FAST
+
+    @property
+    def uses_augmentation(self) -> bool:
+        return False

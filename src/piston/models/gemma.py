@@ -1,20 +1,31 @@
-"""One expert: the parts of a Gemma transformer, and their order within a layer.
+"""A Gemma expert: norms, rotary positions, attention through a KV cache, MLP, stacked in layers.
 
-Knows one stream of tokens; which tokens it may look at comes from outside, as a `Memory` of keys
-and values and a mask. Knows nothing of images, actions or other experts.
+Several experts share one attention: each processes its own tokens with its own weights, and in
+every layer its queries attend to the keys and values of all tokens before them, of any expert.
 
-Dims: b batch, t tokens, d width, n heads, k key heads, e head dim, s tokens remembered.
+    layer   VLM weights                      action expert weights
+      0     prefix ──► keys, values ─┬─────► suffix attends to both
+      1     prefix ──► keys, values ─┼─────► suffix attends to both
+      …                              │
+     last   keys, values only ───────┘       suffix attends to both ──► norm ──► output
+
+The tokens of an expert never attend to those of a later expert, so the experts run one after the
+other and the result equals one attention over the concatenation. Experts may differ in width; they
+agree in depth and heads. Which tokens attend to which is given as a mask (see `masks`).
+
+Dims: b batch, t tokens, d width, n heads, k key heads, e head dim, s tokens in the cache.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from piston.models import precision
 from piston.models.lora import make_linear
@@ -24,15 +35,17 @@ _EPSILON = 1e-6
 _WAVELENGTH = 10_000.0
 
 Tokens = Float[Tensor, "b t d"]
-# What an adaptive norm makes of the condition: scale, shift, gate. None for a plain norm.
-Modulation = Float[Tensor, "b 1 d3"] | None
+# Which of the cached tokens (columns) each new token (row) attends to; None: all of them.
+Mask = Bool[Tensor, "#b #t s"] | None
+# Scale, shift and gate of an adaptive norm, side by side. None for a plain norm.
+Modulation = Float[Tensor, "#b 1 d3"] | None
 
 
 class Rope(NamedTuple):
-    """Rotary angles of a run of tokens, made once for all layers."""
+    """Rotary angles of a sequence of tokens, computed once for all layers."""
 
-    cos: Float[Tensor, "b t 1 e/2"]
-    sin: Float[Tensor, "b t 1 e/2"]
+    cos: Float[Tensor, "#b t 1 e/2"]
+    sin: Float[Tensor, "#b t 1 e/2"]
 
     @classmethod
     def at(cls, positions: Int[Tensor, "b t"], head_dim: int) -> Rope:
@@ -41,19 +54,19 @@ class Rope(NamedTuple):
         return cls(angles.cos(), angles.sin())
 
     def rotate(self, x: Float[Tensor, "b t n e"]) -> Float[Tensor, "b t n e"]:
-        """Turn channel i against channel i + e/2."""
+        """Rotate channel i against channel i + e/2."""
         first, second = x.float().chunk(2, dim=-1)
-        turned = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
-        return torch.cat(turned, dim=-1).to(x.dtype)
+        rotated = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
+        return torch.cat(rotated, dim=-1).to(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
-    """Keys and values of the tokens that one layer has read so far.
+class KVCache:
+    """Keys and values of the tokens that one layer has processed so far.
 
-    With room left, new ones are written behind the old in place and nothing is copied: dropping
-    the extended memory and extending the old one again overwrites the tail. Without room, or
-    where gradients flow, a longer memory is made.
+    With room left, new ones are written in place behind the old and nothing is copied; extending
+    the same cache again overwrites them. Without room, or where gradients flow, `extend` allocates
+    a longer cache.
     """
 
     keys: Float[Tensor, "b k capacity e"]
@@ -61,11 +74,11 @@ class Memory:
     length: int
 
     @classmethod
-    def empty(cls, size: GemmaSize, batch: int, capacity: int, like: Tensor) -> Memory:
+    def empty(cls, size: GemmaSize, batch: int, capacity: int, like: Tensor) -> KVCache:
         shape = (batch, size.num_kv_heads, capacity, size.head_dim)
         return cls(like.new_empty(shape), like.new_empty(shape), 0)
 
-    def extend(self, keys: Float[Tensor, "b t k e"], values: Float[Tensor, "b t k e"]) -> Memory:
+    def extend(self, keys: Float[Tensor, "b t k e"], values: Float[Tensor, "b t k e"]) -> KVCache:
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         end = self.length + keys.shape[2]
         has_room = end <= self.keys.shape[2]
@@ -73,22 +86,22 @@ class Memory:
             if self.length:
                 old_keys, old_values = self.read()
                 keys, values = torch.cat((old_keys, keys), 2), torch.cat((old_values, values), 2)
-            return Memory(keys, values, end)
+            return KVCache(keys, values, end)
         self.keys[:, :, self.length : end] = keys
         self.values[:, :, self.length : end] = values
-        return Memory(self.keys, self.values, end)
+        return KVCache(self.keys, self.values, end)
 
     def read(self) -> tuple[Float[Tensor, "b k s e"], Float[Tensor, "b k s e"]]:
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
-    def repeat(self, times: int) -> Memory:
-        """Every sample `times` over, side by side."""
-        keys, values = (part.repeat_interleave(times, 0) for part in self.read())
-        return Memory(keys, values, self.length)
+    def repeat(self, times: int) -> KVCache:
+        """Return a cache of every sample repeated `times` in a row, with the same room."""
+        keys, values = (part.repeat_interleave(times, 0) for part in (self.keys, self.values))
+        return KVCache(keys, values, self.length)
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm in float32; the scale is stored as its difference from one."""
+    """Root-mean-square norm in float32; the scale is stored as its difference from 1."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -114,7 +127,7 @@ class ZeroLinear(precision.Linear):
 
 
 class AdaptiveRMSNorm(nn.Module):
-    """Scale, shift and the gate of the branch that follows come from a condition."""
+    """RMSNorm whose scale, shift and gate of the branch that follows depend on a condition."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -147,24 +160,23 @@ class Attention(nn.Module):
         self.value = make_linear(size.width, inner_kv, lora, groups=size.num_kv_heads)
         self.output = make_linear(inner, size.width, lora)
 
-    def remember(self, x: Tokens, rope: Rope, memory: Memory) -> Memory:
+    def extend(self, x: Tokens, rope: Rope, cache: KVCache) -> KVCache:
+        """Add the keys and values of these tokens to the cache."""
         heads = (self.size.num_kv_heads, self.size.head_dim)
         keys, values = self.key(x).unflatten(-1, heads), self.value(x).unflatten(-1, heads)
-        return memory.extend(rope.rotate(keys), values)
+        return cache.extend(rope.rotate(keys), values)
 
-    def look(
-        self, x: Tokens, rope: Rope, memory: Memory, mask: Bool[Tensor, "b t s"] | None
-    ) -> Tokens:
+    def attend(self, x: Tokens, rope: Rope, cache: KVCache, mask: Mask) -> Tokens:
         heads = (self.size.num_heads, self.size.head_dim)
         query = rope.rotate(self.query(x).unflatten(-1, heads)).transpose(1, 2)
-        # Unlike with enable_gqa, every kernel takes a mask so. A single key head is shared as a
-        # view; several are repeated in memory.
+        # Unlike with enable_gqa, every kernel accepts a mask this way. A single key head is shared
+        # as a view; several are repeated in memory.
         group = self.size.num_heads // self.size.num_kv_heads
         keys, values = (
-            part[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2) for part in memory.read()
+            part[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2) for part in cache.read()
         )
-        seen = precision.attention(query, keys, values, None if mask is None else mask[:, None])
-        return self.output(seen.transpose(1, 2).flatten(2))
+        mixed = precision.attention(query, keys, values, None if mask is None else mask[:, None])
+        return self.output(mixed.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
@@ -188,25 +200,25 @@ class ExpertLayer(nn.Module):
         self.mlp_norm = norm(size.width)
         self.mlp = MLP(size)
 
-    def remember(self, x: Tokens, memory: Memory, rope: Rope) -> Memory:
-        """Keys and values only: all that the last layer of a plain prefix has to give."""
+    def prefill(self, x: Tokens, cache: KVCache, rope: Rope) -> KVCache:
+        """Compute keys and values only: all that later tokens need of a prefix's last layer."""
         normed, _ = self.attention_norm(x, None)
-        return self.attention.remember(normed, rope, memory)
+        return self.attention.extend(normed, rope, cache)
 
     def forward(
         self,
         x: Tokens,
-        memory: Memory,
+        cache: KVCache,
         rope: Rope,
-        mask: Bool[Tensor, "b t s"] | None,
-        before_attention: Modulation,
-        before_mlp: Modulation,
-    ) -> tuple[Tokens, Memory]:
-        normed, gate = self.attention_norm(x, before_attention)
-        memory = self.attention.remember(normed, rope, memory)
-        x = add_gated(x, self.attention.look(normed, rope, memory, mask), gate)
-        normed, gate = self.mlp_norm(x, before_mlp)
-        return add_gated(x, self.mlp(normed), gate), memory
+        mask: Mask,
+        attention_modulation: Modulation,
+        mlp_modulation: Modulation,
+    ) -> tuple[Tokens, KVCache]:
+        normed, gate = self.attention_norm(x, attention_modulation)
+        cache = self.attention.extend(normed, rope, cache)
+        x = add_gated(x, self.attention.attend(normed, rope, cache, mask), gate)
+        normed, gate = self.mlp_norm(x, mlp_modulation)
+        return add_gated(x, self.mlp(normed), gate), cache
 
 
 class TokenEmbedding(nn.Embedding):
@@ -218,13 +230,14 @@ class TokenEmbedding(nn.Embedding):
 
 
 class Expert(nn.Module):
-    """A stack of layers; the embedding table exists for an expert that reads words."""
+    """A stack of layers, with an embedding table if the expert reads words."""
 
     def __init__(
         self, size: GemmaSize, *, adaptive: bool = False, vocab_size: int | None = None
     ) -> None:
         super().__init__()
         self.size = size
+        self.gradient_checkpointing = False
         if vocab_size is not None:
             self.embedding = TokenEmbedding(vocab_size, size.width)
         layers = nn.ModuleList(ExpertLayer(size, adaptive) for _ in range(size.depth))
@@ -235,6 +248,42 @@ class Expert(nn.Module):
         return (self.embedding(token_ids).float() * self.size.width**0.5).to(dtype)
 
     def modulate(self, condition: Float[Tensor, "b d"]) -> list[Modulation]:
-        """For every norm in order (two per layer, then the last), what the condition makes."""
+        """Return the modulation of every norm in order: two per layer, then the last norm."""
         norms = (n for layer in self.layers for n in (layer.attention_norm, layer.mlp_norm))
         return [norm.modulate(condition) for norm in (*norms, self.norm)]
+
+    def empty_caches(self, batch: int, capacity: int, like: Tensor) -> list[KVCache]:
+        """Return one cache per layer with room for `capacity` tokens, in the dtype of `like`."""
+        return [KVCache.empty(self.size, batch, capacity, like) for _ in self.layers]
+
+    def forward(
+        self,
+        tokens: Tokens,
+        caches: Sequence[KVCache],
+        rope: Rope,
+        mask: Mask = None,
+        modulations: Sequence[Modulation] | None = None,
+    ) -> tuple[Tokens, list[KVCache]]:
+        """Return the output of the last norm, and the caches extended by these tokens."""
+        modulations = modulations or [None] * (2 * len(self.layers) + 1)
+        extended = []
+        for index, (layer, cache) in enumerate(zip(self.layers, caches)):
+            pair = modulations[2 * index : 2 * index + 2]
+            tokens, cache = self._run(layer, tokens, cache, rope, mask, *pair)
+            extended.append(cache)
+        return self.norm(tokens, modulations[-1])[0], extended
+
+    def prefill(
+        self, tokens: Tokens, caches: Sequence[KVCache], rope: Rope, mask: Mask = None
+    ) -> list[KVCache]:
+        """Return the caches as `forward` does, without the work that only its output needs."""
+        extended = []
+        for layer, cache in zip(self.layers[:-1], caches):
+            tokens, cache = self._run(layer, tokens, cache, rope, mask, None, None)
+            extended.append(cache)
+        return [*extended, self.layers[-1].prefill(tokens, caches[-1], rope)]
+
+    def _run(self, layer: ExpertLayer, *inputs: Any) -> tuple[Tokens, KVCache]:
+        if self.gradient_checkpointing:
+            return checkpoint(layer, *inputs, use_reentrant=False)
+        return layer(*inputs)

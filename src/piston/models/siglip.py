@@ -1,7 +1,5 @@
 """The vision tower: a ViT that turns each image into patch tokens of the VLM's width.
 
-Knows pixels; knows nothing of cameras, prompts or which image belongs to whom.
-
 Dims: n images, t patches, d vision width, w VLM width.
 """
 
@@ -18,12 +16,12 @@ from piston.observation import Image
 
 
 def to_unit_range(image: Image) -> Float[Tensor, "n h w c"]:
-    """Bytes become float32 in [−1, 1]; a float image is there already."""
+    """Convert bytes to float32 in [−1, 1]; float images have that range already."""
     return image.float() if image.is_floating_point() else image.float() / 127.5 - 1.0
 
 
 class LayerNorm(nn.LayerNorm):
-    """Normalises in float32 and gives back its input's precision."""
+    """LayerNorm computed in float32 and returned in its input's dtype."""
 
     def forward(self, x: Float[Tensor, "n t d"]) -> Float[Tensor, "n t d"]:
         return super().forward(x.float()).to(x.dtype)
@@ -70,7 +68,7 @@ class Block(nn.Module):
 
 
 def make_patch_embedding(size: VisionSize) -> nn.Module:
-    """One number of each kind per patch: a single large convolution, or a stem of small ones."""
+    """Return a single convolution over patches, or a stem of small ones that halve the image."""
     if not size.stem:
         return nn.Conv2d(3, size.width, size.patch, stride=size.patch)
     layers: list[nn.Module] = []
@@ -86,6 +84,7 @@ class VisionTower(nn.Module):
     def __init__(self, size: VisionSize, image_size: int, out_width: int) -> None:
         super().__init__()
         self.image_size = image_size
+        self.gradient_checkpointing = False
         self.num_tokens = (image_size // size.patch) ** 2
         self.patch_embedding = make_patch_embedding(size)
         self.position_embedding = nn.Parameter(torch.empty(self.num_tokens, size.width))
@@ -97,10 +96,8 @@ class VisionTower(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.normal_(self.position_embedding, std=self.position_embedding.shape[1] ** -0.5)
 
-    def forward(
-        self, images: Image, dtype: torch.dtype, gradient_checkpointing: bool = False
-    ) -> Float[Tensor, "n t w"]:
-        """Patch tokens, computed in `dtype` after the float32 patch and position embeddings."""
+    def forward(self, images: Image, dtype: torch.dtype) -> Float[Tensor, "n t w"]:
+        """Return patch tokens; patch and position embeddings are float32, the rest is `dtype`."""
         if images.shape[1:] != (self.image_size, self.image_size, 3):
             raise ValueError(
                 f"The vision tower reads images of {self.image_size} × {self.image_size} × 3, "
@@ -109,5 +106,6 @@ class VisionTower(nn.Module):
         patches = self.patch_embedding(to_unit_range(images).movedim(-1, 1))
         x = (patches.flatten(2).transpose(1, 2) + self.position_embedding).to(dtype)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if gradient_checkpointing else block(x)
+            recompute = self.gradient_checkpointing
+            x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
         return self.head(self.norm(x))

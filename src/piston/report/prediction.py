@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from jaxtyping import Float
+from torch import Tensor
 
 from piston.config import DataConfig
 from piston.inference.policy import Policy
-from piston.models.flow import Pi0
 from piston.observation import Observation
-from piston.report.denoising import denoise
 from piston.report.sample import Sample, TraceStep, follow
 
 _NUM_DRAWS = 4
@@ -52,7 +52,7 @@ def predict(policy: Policy, pipeline: DataConfig, sample: Sample) -> Prediction:
     model = policy.model
     shape = (model.config.action_horizon, model.config.action_dim)
     noise = np.random.default_rng(_SEED).standard_normal((_NUM_DRAWS, *shape), np.float32)
-    if isinstance(model, Pi0):
+    if model.config.denoises:
         requests = [{**sample.observation, "noise": one} for one in noise]
     else:
         requests = [sample.observation]
@@ -75,11 +75,14 @@ def _denoising(
     policy: Policy, pipeline: DataConfig, sample: Sample, noise: np.ndarray
 ) -> Denoising | None:
     model = policy.model
-    if not isinstance(model, Pi0):
+    if not model.config.denoises:
         return None
     seen = sample.seen_by_model
     observation = Observation.from_dict(_batch_of_one(seen)).to(policy.device)
-    passed = denoise(model, observation, noise, policy.num_steps)
+    path: list[Tensor] = []
+    start = torch.from_numpy(noise)[None].to(policy.device)
+    model.act(observation, start, num_steps=policy.num_steps, visit=path.append)
+    passed = torch.cat(path).cpu().numpy()
     outputs = pipeline.output_transforms()
     trace = follow({"to the robot": outputs}, {"state": seen["state"], "actions": passed[-1]})
     dim = sample.recorded.shape[-1]

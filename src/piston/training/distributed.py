@@ -22,11 +22,11 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.nn.parallel import DistributedDataParallel
 
 from piston.config import Sharding, TrainConfig
-from piston.models.autoregressive import Pi0FAST
-from piston.models.flow import Pi0
-from piston.models.gemma import AdaptiveRMSNorm, ExpertLayer
+from piston.models.gemma import AdaptiveRMSNorm
+from piston.models.model import Model
 
 T = TypeVar("T")
+Losses = Callable[..., dict[str, Tensor]]
 
 # Writing a large checkpoint, or reading all of it to see that it is whole, may take this long.
 _PATIENCE = datetime.timedelta(hours=2)
@@ -117,40 +117,32 @@ def _check(config: TrainConfig, world_size: int) -> None:
         )
 
 
-def shard(model: Pi0 | Pi0FAST, method: str, sharding: Sharding) -> Callable[..., Tensor]:
-    """The model's method, run so that gradients become the mean over all processes."""
+def shard(model: Model, sharding: Sharding) -> Losses:
+    """Return the model's `training_losses`, with gradients averaged over all processes."""
     if sharding == "ddp":
-        # Parameters at the end of a flow model's VLM take part in no loss, and those of the vision
-        # tower not in that of a batch without images: they must not be waited for.
-        unused = isinstance(model, Pi0)
-        return DistributedDataParallel(_Method(model, method), find_unused_parameters=unused)
+        # Where some parameters have no part in the loss, those of the vision tower may have none
+        # either, in a batch without images: DDP must not wait for their gradients.
+        unused = bool(model.unused_parameters())
+        return DistributedDataParallel(_TrainingLosses(model), find_unused_parameters=unused)
     if sharding == "fsdp":
-        _shard_parts(model)
-        register_fsdp_forward_method(model, method)
-        if isinstance(model, Pi0):
-            register_fsdp_forward_method(model, "sample_actions")
-    return getattr(model, method)
+        _shard_layers(model)
+        for method in ("training_losses", "act"):
+            register_fsdp_forward_method(model, method)
+    return model.training_losses
 
 
-def _shard_parts(model: Pi0 | Pi0FAST) -> None:
-    """Every layer on its own, so that only one of them has to be whole at a time."""
-    # Keys and values leave a layer as views; nobody changes them in place.
+def _shard_layers(model: Model) -> None:
+    """Shard every layer on its own, so that only one of them is gathered at a time."""
+    # Keys and values leave a layer as views, which are never changed in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    for layer in layers(model):
-        if isinstance(layer, ExpertLayer):
-            for norm in (layer.attention_norm, layer.mlp_norm):
-                if isinstance(norm, AdaptiveRMSNorm):  # works before its layer does
-                    fully_shard(norm.modulation)
+    for layer in model.layers():
+        for module in layer.modules():
+            if isinstance(module, AdaptiveRMSNorm):  # its modulation is computed before the layer
+                fully_shard(module.modulation)
         fully_shard(layer)
-        if isinstance(layer, ExpertLayer):
-            register_fsdp_forward_method(layer, "remember")
+        if hasattr(layer, "prefill"):
+            register_fsdp_forward_method(layer, "prefill")
     fully_shard(model)
-
-
-def layers(model: Pi0 | Pi0FAST) -> list[nn.Module]:
-    """What a model consists of, but for its small parts at the beginning and the end."""
-    experts = [model.vlm, model.action_expert] if isinstance(model, Pi0) else [model.vlm]
-    return [*model.vision.blocks, *(layer for expert in experts for layer in expert.layers)]
 
 
 def let_go(model: nn.Module) -> None:
@@ -164,7 +156,7 @@ def let_go(model: nn.Module) -> None:
 
 
 @contextmanager
-def gradients_exchanged(forward: Callable[..., Tensor], now: bool) -> Iterator[None]:
+def gradients_exchanged(forward: Losses, now: bool) -> Iterator[None]:
     """Inside, with `now` False, a backward pass leaves the exchange to a later one."""
     if now or not isinstance(forward, DistributedDataParallel):
         yield
@@ -173,15 +165,15 @@ def gradients_exchanged(forward: Callable[..., Tensor], now: bool) -> Iterator[N
             yield
 
 
-class _Method(nn.Module):
-    """DDP watches `forward`; this makes one of a model's method."""
+class _TrainingLosses(nn.Module):
+    """Makes `training_losses` the `forward` method, which is the one that DDP supports."""
 
-    def __init__(self, model: nn.Module, method: str) -> None:
+    def __init__(self, model: Model) -> None:
         super().__init__()
-        self.model, self.method = model, method
+        self.model = model
 
-    def forward(self, *args: Any, **options: Any) -> Tensor:
-        return getattr(self.model, self.method)(*args, **options)
+    def forward(self, *args: Any) -> dict[str, Tensor]:
+        return self.model.training_losses(*args)
 
 
 def whole(tensor: Tensor) -> Tensor:

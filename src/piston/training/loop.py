@@ -26,8 +26,7 @@ from piston.data.loader import Loader
 from piston.data.order import Order
 from piston.data.pipeline import leave_out, open_sources, open_training_data, split_sources
 from piston.data.subsets import RepeatedStarts, Samples, WeightedMixture, mixed
-from piston.models.autoregressive import Pi0FAST
-from piston.models.flow import Pi0
+from piston.models.model import Model
 from piston.signals import StopSignals
 from piston.training.checkpoint import (
     CheckpointWriter,
@@ -213,7 +212,7 @@ def _tell_sets(
         )
 
 
-def _initial_model(config: TrainConfig, processes: Processes, run: Run) -> Pi0 | Pi0FAST:
+def _initial_model(config: TrainConfig, processes: Processes, run: Run) -> Model:
     """Float32 masters: of the checkpoint to start from, or drawn; empty if the run is resumed."""
     # FSDP moves a model to its device piece by piece; whole it may not fit there.
     device = torch.device("cpu") if config.sharding == "fsdp" else processes.device

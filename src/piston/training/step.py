@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -20,13 +20,11 @@ from torch import Tensor
 
 from piston.config import TrainConfig
 from piston.models import augmentation
-from piston.models.autoregressive import Pi0FAST
-from piston.models.flow import Pi0, sample_time, standard_normal
+from piston.models.model import Model
 from piston.observation import Observation
 from piston.training.distributed import (
     Processes,
     gradients_exchanged,
-    layers,
     let_go,
     shard,
 )
@@ -37,9 +35,6 @@ from piston.training.optimizer import (
     make_optimizer,
     set_learning_rate,
 )
-
-# Of every sample, or of every number of its actions.
-Errors = Float[Tensor, " b"] | Float[Tensor, "b h a"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,21 +58,20 @@ class Trainer:
     def __init__(
         self,
         config: TrainConfig,
-        model: Pi0 | Pi0FAST,
+        model: Model,
         processes: Processes,
         robot_action_dim: int | None = None,
     ) -> None:
         """`robot_action_dim` is for --mask-padded-dims: how many dimensions are not padding."""
         self.config, self.model, self.processes = config, model, processes
         self._robot_action_dim = robot_action_dim if config.mask_padded_dims else None
-        model.gradient_checkpointing = config.gradient_checkpointing
+        model.set_gradient_checkpointing(config.gradient_checkpointing)
         freeze_parameters(model, config.freeze)
         if config.compile:
             # Layer by layer: quick, as all layers of a kind share what is compiled.
-            for layer in layers(model):
+            for layer in model.layers():
                 layer.compile()
-        method = "loss" if isinstance(model, Pi0FAST) else "velocity_error"
-        self._forward = shard(model, method, config.sharding)
+        self._losses = shard(model, config.sharding)
         # Asked for only now: sharding puts other tensors in their place.
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.optimizer = make_optimizer(self.parameters.values(), config.optimizer)
@@ -90,20 +84,21 @@ class Trainer:
         weights = self._weights(batch)
         # Each process divides by the weight of all, and gradients are averaged over processes.
         scale = self.processes.world_size / self.processes.sum(weights.sum().item())
-        losses, errors = [], []
+        losses, finite = [], []
         parts = self._parts(len(weights))
         for part in parts:
-            with gradients_exchanged(self._forward, now=part == parts[-1]):
-                part_errors = self._errors(batch, part, draws)
-                loss = (part_errors * weights[part].to(part_errors.device)).sum() * scale
+            with gradients_exchanged(self._losses, now=part == parts[-1]):
+                named = self._part_losses(batch, part, draws)
+                each = [self._weighted(one, weights[part], scale) for one in named.values()]
+                loss = torch.stack(each).sum()
                 loss.backward()
             losses.append(loss.detach())
-            errors.append(part_errors.detach())
+            finite.append(_finite_samples(named.values()))
         norm = clip_gradients(self.parameters.values(), self.config.optimizer.clip_gradient_norm)
         mean_loss = self.processes.sum(torch.stack(losses).sum().item()) / self.processes.world_size
         result = StepResult(mean_loss, norm.item(), self.config.lr_schedule(step))
         if result.skipped:
-            return dataclasses.replace(result, bad_samples=_not_finite(torch.cat(errors)))
+            return dataclasses.replace(result, bad_samples=_places(~torch.cat(finite)))
         set_learning_rate(self.optimizer, result.learning_rate)
         self.optimizer.step()
         if self.ema is not None:
@@ -111,7 +106,7 @@ class Trainer:
         return result
 
     @contextmanager
-    def served_weights(self) -> Iterator[Pi0 | Pi0FAST]:
+    def served_weights(self) -> Iterator[Model]:
         """The model as it would be served: inside, it computes with the mean of its weights."""
         self.model.eval()
         try:
@@ -127,36 +122,31 @@ class Trainer:
         return [slice(start, start + part) for start in range(0, size, part)]
 
     def _draw(self, size: int, step: int) -> dict[str, Tensor]:
-        """This process's share of the step's random numbers."""
-        if isinstance(self.model, Pi0FAST):
-            return {}
+        """Return this process's share of the step's random numbers."""
         generator = torch.Generator().manual_seed(_mix(self.config.seed, step))
         rank, total = self.processes.rank, size * self.processes.world_size
-        rows = (total, self.config.noise_draws)
-        chunk = (self.model.config.action_horizon, self.model.config.action_dim)
-        cpu = torch.device("cpu")
-        drawn = {
-            "noise": standard_normal((*rows, *chunk), cpu, generator),
-            "time": sample_time(rows, cpu, generator),
-            "views": augmentation.draw(total, len(self.model.config.cameras), generator),
-        }
+        drawn = self.model.draw(total, self.config.noise_draws, generator)
+        if self.config.augmentation and self.model.config.uses_augmentation:
+            cameras = self.model.config.cameras
+            drawn["views"] = augmentation.draw(total, len(cameras), generator)
         mine = slice(rank * size, (rank + 1) * size)
-        return {name: numbers[mine] for name, numbers in drawn.items()}
+        return {name: values[mine] for name, values in drawn.items()}
 
-    def _errors(self, batch: Mapping[str, Any], part: slice, draws: Mapping[str, Tensor]) -> Errors:
+    def _part_losses(
+        self, batch: Mapping[str, Any], part: slice, draws: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         device = self.processes.device
         observation = Observation.from_dict(_cut(batch, part)).to(device, non_blocking=True)
-        if isinstance(self.model, Pi0FAST):
-            return self._forward(observation)
-        mine = {name: numbers[part].to(device) for name, numbers in draws.items()}
-        if self.config.augmentation:
-            observation = augmentation.augment(observation, mine["views"])
-        actions = batch["actions"][part].to(device, torch.float32)
-        return self._forward(observation, actions, mine["noise"], mine["time"]).mean(1)
+        mine = {name: values[part].to(device) for name, values in draws.items()}
+        if "views" in mine:
+            observation = augmentation.augment(observation, mine.pop("views"))
+        actions = batch.get("actions")
+        actions = None if actions is None else actions[part].to(device, torch.float32)
+        return self._losses(observation, actions, mine)
 
-    def _weights(self, batch: Mapping[str, Any]) -> Errors:
-        """How much each error counts: all the same, but for those that the masks leave out."""
-        if isinstance(self.model, Pi0FAST):
+    def _weights(self, batch: Mapping[str, Any]) -> Float[Tensor, " b"] | Float[Tensor, "b h a"]:
+        """Return how much each loss counts: 1, or 0 where the masks leave something out."""
+        if not self.model.config.denoises:
             return torch.ones(len(batch["state"]))
         weights = torch.ones(batch["actions"].shape)
         if self.config.mask_padded_steps:
@@ -166,6 +156,9 @@ class Trainer:
             weights[..., self._robot_action_dim :] = 0
         return weights
 
+    def _weighted(self, loss: Tensor, weights: Tensor, scale: float) -> Tensor:
+        return (loss * weights.to(loss.device)).sum() * scale
+
 
 def _cut(batch: Mapping[str, Any], part: slice) -> dict[str, Any]:
     return {
@@ -174,9 +167,14 @@ def _cut(batch: Mapping[str, Any], part: slice) -> dict[str, Any]:
     }
 
 
-def _not_finite(errors: Errors) -> tuple[int, ...]:
-    finite = errors.flatten(1).isfinite().all(1) if errors.ndim > 1 else errors.isfinite()
-    return tuple((~finite).nonzero().flatten().tolist())
+def _finite_samples(losses: Iterable[Tensor]) -> Bool[Tensor, " b"]:
+    """Return which samples have finite losses."""
+    each = [loss.detach().isfinite().reshape(len(loss), -1).all(1) for loss in losses]
+    return torch.stack(each).all(0)
+
+
+def _places(flags: Bool[Tensor, " b"]) -> tuple[int, ...]:
+    return tuple(flags.nonzero().flatten().tolist())
 
 
 def _mix(seed: int, step: int) -> int:

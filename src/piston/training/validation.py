@@ -21,8 +21,7 @@ from torch import Tensor
 
 from piston.data.batches import collate
 from piston.data.subsets import Samples
-from piston.models.autoregressive import Pi0FAST
-from piston.models.flow import Pi0, sample_time, standard_normal
+from piston.models.model import Model
 from piston.observation import Observation
 from piston.training.distributed import Processes
 from piston.training.step import Trainer
@@ -65,7 +64,7 @@ class Validation:
         total = self._processes.sum
         loss = total(sums.loss) / total(sums.num_samples)
         numbers: dict[str, float | Sequence[float] | None] = {"validation/loss": loss}
-        if isinstance(model, Pi0):
+        if model.config.denoises:
             dim, steps = self._robot_dim or model.config.action_dim, total(sums.num_steps)
             # A process without a batch of its own has no distance, but takes part in the sum.
             mean = [total(float(value)) / steps for value in np.broadcast_to(sums.distance, dim)]
@@ -73,7 +72,7 @@ class Validation:
             numbers["validation/action_error_per_dim"] = mean
         return numbers
 
-    def _sums(self, model: Pi0 | Pi0FAST) -> _Sums:
+    def _sums(self, model: Model) -> _Sums:
         rank, size = self._processes.rank, self._processes.world_size
         sums = _Sums()
         # Each process takes its share of the batches. All of them work equally often, as sharded
@@ -85,17 +84,18 @@ class Validation:
                 sums.add(result)
         return sums
 
-    def _batch(self, model: Pi0 | Pi0FAST, frames: list[int], seed: int) -> _Sums:
+    def _batch(self, model: Model, frames: list[int], seed: int) -> _Sums:
         batch: dict[str, Any] = collate([self._samples[frame] for frame in frames])
         observation = Observation.from_dict(batch).to(self._processes.device)
-        if isinstance(model, Pi0FAST):
-            return _Sums(model.loss(observation).sum().item(), len(frames))
-        actions = batch["actions"].to(self._processes.device)
-        generator, cpu = torch.Generator().manual_seed(seed), torch.device("cpu")
-        noise = standard_normal(tuple(actions.shape), cpu, generator).to(actions.device)
-        times = sample_time((len(actions),), cpu, generator).to(actions.device)
-        loss = model.velocity_error(observation, actions, noise, times).mean((1, 2)).sum()
-        sampled = model.sample_actions(observation, noise)
+        actions = batch["actions"].to(observation.device) if "actions" in batch else None
+        draws = model.draw(len(frames), generator=torch.Generator().manual_seed(seed))
+        draws = {name: values.to(observation.device) for name, values in draws.items()}
+        losses = model.training_losses(observation, actions, draws).values()
+        loss = torch.stack([loss.reshape(len(loss), -1).mean(1).sum() for loss in losses]).sum()
+        if not model.config.denoises:
+            return _Sums(loss.item(), len(frames))
+        assert actions is not None
+        sampled = model.act(observation, draws["noise"][:, 0])
         recorded = ~batch["action_is_pad"].to(actions.device)
         distance = self._distance(sampled[recorded], actions[recorded])
         return _Sums(loss.item(), len(frames), distance, int(recorded.sum()))

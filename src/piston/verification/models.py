@@ -10,17 +10,19 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from piston import weights
 from piston.config import AdamW, CosineDecaySchedule
 from piston.models import masks
-from piston.models.autoregressive import Pi0FAST
 from piston.models.configs import ModelConfig, Pi0Config, Pi0FASTConfig
 from piston.models.flow import Pi0
+from piston.models.model import Model
 from piston.models.variants import GemmaSize, LoRA, VisionSize
 from piston.observation import Observation
 from piston.training.ema import EMA
@@ -81,19 +83,17 @@ def model_config(facts: Mapping[str, Any]) -> ModelConfig:
 def _replay_source(
     case: Path, tensors: Path, config: ModelConfig, facts: Mapping[str, Any], arrays: _Arrays
 ) -> Iterator[Quantity]:
-    def load() -> Pi0 | Pi0FAST:
+    def load() -> Model:
         return weights.load_model(tensors, config, dtype=torch.float32)
 
     model = load()
-    if isinstance(model, Pi0FAST):
+    if not config.denoises:
         yield from _autoregressive(model, arrays)
         return
-    yield from _flow(model, facts["num_steps"], arrays)
+    yield from _flow(cast(Pi0, model), facts["num_steps"], arrays)
     if (case / "training.json").is_file():
         steps = json.loads((case / "training.json").read_text())
-        trained = load()
-        assert isinstance(trained, Pi0)
-        yield from _training(trained, steps, arrays)
+        yield from _training(load(), steps, arrays)
 
 
 def observation_of(arrays: _Arrays, prompt: str = "in") -> Observation:
@@ -109,13 +109,14 @@ def observation_of(arrays: _Arrays, prompt: str = "in") -> Observation:
     return Observation.from_dict(batch)
 
 
-def _autoregressive(model: Pi0FAST, arrays: _Arrays) -> Iterator[Quantity]:
+def _autoregressive(model: Model, arrays: _Arrays) -> Iterator[Quantity]:
     with torch.no_grad():
-        loss = model.loss(observation_of(arrays))
+        loss = model.training_losses(observation_of(arrays), None, {})["tokens"]
     yield close("loss", loss, arrays["out/loss"], _RELATIVE, relative=True)
     expected = arrays["out/greedy_tokens"].astype(np.int64)
     tokens = np.zeros_like(expected)
-    written = model.generate_tokens(observation_of(arrays, "decode_in"), expected.shape[1]).numpy()
+    observation = observation_of(arrays, "decode_in")
+    written = model.act(observation, num_steps=expected.shape[1]).numpy()
     tokens[:, : written.shape[1]] = written
     # The reference writes on in a row that has ended, until all have; what follows means nothing.
     counts = np.cumsum(expected == _END, axis=1) - (expected == _END) == 0
@@ -135,11 +136,11 @@ def _flow(model: Pi0, num_steps: int, arrays: _Arrays) -> Iterator[Quantity]:
     results = {
         "suffix_out": model.suffix_output(noisy, time, cache),
         "velocity": model.velocity(noisy, time, cache),
-        "sampled_actions": model.sample_actions(observation, noise, num_steps),
+        "sampled_actions": model.act(observation, noise, num_steps=num_steps),
     }
     for name, result in results.items():
         yield close(name, result, arrays[f"out/{name}"], _ABSOLUTE)
-    loss = model.loss(observation, actions, noise, time)
+    loss = _losses(model, arrays)
     yield close("loss", loss, arrays["out/loss"], _RELATIVE, relative=True)
 
 
@@ -159,9 +160,16 @@ def _layout(model: Pi0, observation: Observation, arrays: _Arrays) -> Iterator[Q
     yield close("prefix_out", output[seen], arrays["out/prefix_out"][seen], _ABSOLUTE)
 
 
-def _training(model: Pi0, steps: Mapping[str, Any], arrays: _Arrays) -> Iterator[Quantity]:
-    observation = observation_of(arrays)
-    batch = [torch.from_numpy(arrays[f"in/{n}"]) for n in ("actions", "noise", "time")]
+def _losses(model: Model, arrays: _Arrays) -> Float[Tensor, "b h"]:
+    """Return the loss of each step of the case's chunks, with the case's noise and time."""
+    actions, noise, time = (
+        torch.from_numpy(arrays[f"in/{n}"]) for n in ("actions", "noise", "time")
+    )
+    draws = {"noise": noise[:, None], "time": time[:, None]}
+    return model.training_losses(observation_of(arrays), actions, draws)["velocity"].mean(-1)
+
+
+def _training(model: Model, steps: Mapping[str, Any], arrays: _Arrays) -> Iterator[Quantity]:
     schedule = CosineDecaySchedule(**steps["schedule"])
     settings = AdamW(**steps["optimizer"])
     parameters = dict(model.named_parameters())
@@ -170,7 +178,7 @@ def _training(model: Pi0, steps: Mapping[str, Any], arrays: _Arrays) -> Iterator
     losses, norms = [], []
     for step in range(len(steps["losses_before_each_step"])):
         optimizer.zero_grad()
-        loss = model.loss(observation, *batch).mean()
+        loss = _losses(model, arrays).mean()
         loss.backward()
         if step == 0:
             yield from _gradients(model, steps["grad_l2"])
@@ -182,15 +190,15 @@ def _training(model: Pi0, steps: Mapping[str, Any], arrays: _Arrays) -> Iterator
     yield close("losses", losses, steps["losses_before_each_step"], _RELATIVE, relative=True)
     yield close("gradient norms", norms, steps["grad_norms"], _GRADIENT, relative=True)
     with torch.no_grad():
-        after = model.loss(observation, *batch).mean().item()
+        after = _losses(model, arrays).mean().item()
         with ema.applied():
-            of_mean = model.loss(observation, *batch).mean().item()
+            of_mean = _losses(model, arrays).mean().item()
     yield close("loss after", after, steps[f"loss_after_{len(losses)}_steps"], _RELATIVE, True)
     expected = steps[f"ema_loss_after_{len(losses)}_steps"]
     yield close("loss of the mean", of_mean, expected, _RELATIVE, relative=True)
 
 
-def _gradients(model: Pi0, expected: Mapping[str, float]) -> Iterator[Quantity]:
+def _gradients(model: Model, expected: Mapping[str, float]) -> Iterator[Quantity]:
     """L2 per array of the JAX tree, which stacks layers and joins key with value, gate with up."""
     squares = {
         name: 0.0 if p.grad is None else p.grad.double().square().sum().item()

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from piston.inference.sampling import Guidance, guidance_weights, sample_guided
 from piston.models.configs import Pi0Config
 from piston.models.flow import Pi0
+from piston.models.integrator import Guidance, guidance_weights
 from piston.models.variants import GemmaSize, VisionSize
 from piston.observation import Observation
 
@@ -73,28 +73,29 @@ def test_a_delay_that_does_not_fit_is_refused(delay, execute):
 @pytest.mark.parametrize("jacobian", ["full", "identity"])
 def test_nothing_committed_equals_plain_sampling(model, observation, jacobian):
     guidance = Guidance(torch.randn(2, HORIZON, 4), torch.zeros(2, HORIZON), jacobian)
-    guided = sample_guided(model, observation, _noise(), 5, guidance)
-    plain = model.sample_actions(observation, _noise(), 5)
+    guided = model.act(observation, _noise(), num_steps=5, guidance=guidance)
+    plain = model.act(observation, _noise(), num_steps=5)
     assert torch.equal(guided, plain) or torch.allclose(guided, plain, atol=1e-6)
 
 
 @pytest.mark.parametrize("jacobian", ["full", "identity"])
 def test_committed_steps_come_out_near_the_previous_chunk(model, observation, jacobian):
     """The previous chunk is another sample of the same model, as on a robot."""
-    previous = model.sample_actions(observation, -_noise(), 10)
+    previous = model.act(observation, -_noise(), num_steps=10)
     weights = guidance_weights(HORIZON, delay=4, execute_horizon=4).expand(2, -1)
-    guided = sample_guided(model, observation, _noise(), 10, Guidance(previous, weights, jacobian))
-    plain = model.sample_actions(observation, _noise(), 10)
+    guidance = Guidance(previous, weights, jacobian)
+    guided = model.act(observation, _noise(), num_steps=10, guidance=guidance)
+    plain = model.act(observation, _noise(), num_steps=10)
     before = (plain - previous)[:, :4].abs().mean()
     after = (guided - previous)[:, :4].abs().mean()
     assert after < 0.35 * before
 
 
 def test_the_full_jacobian_goes_through_the_network(model, observation):
-    previous = model.sample_actions(observation, -_noise(), 10)
+    previous = model.act(observation, -_noise(), num_steps=10)
     weights = guidance_weights(HORIZON, delay=4, execute_horizon=4).expand(2, -1)
     results = [
-        sample_guided(model, observation, _noise(), 10, Guidance(previous, weights, jacobian))
+        model.act(observation, _noise(), guidance=Guidance(previous, weights, jacobian))
         for jacobian in ("full", "identity")
     ]
     assert not torch.allclose(*results, atol=1e-4)
@@ -141,6 +142,6 @@ def test_guided_denoising_is_the_published_one(model, observation, jacobian):
     noise, previous = torch.randn(2, 2, HORIZON, 4, generator=random)
     weights = guidance_weights(HORIZON, DELAY, EXECUTE).expand(2, -1)
     guidance = Guidance(previous, weights, jacobian)
-    found = sample_guided(model, observation, noise, 6, guidance)
+    found = model.act(observation, noise, num_steps=6, guidance=guidance)
     expected = _as_published(model, observation, noise, previous, 6, jacobian)
     assert torch.allclose(found, expected, atol=1e-5)

@@ -1,0 +1,152 @@
+"""The interface of every model: losses for training, actions for a robot, layers to shard.
+
+All models begin alike: a vision tower and an expert, the VLM, that processes images and prompt.
+
+Dims: b batch, n noise draws or candidates, h horizon, a action dim, s prefix tokens, d width.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from piston.models import masks
+from piston.models.configs import ModelConfig
+from piston.models.gemma import Expert, KVCache, Mask, Rope, Tokens
+from piston.models.integrator import Guidance
+from piston.models.precision import torch_dtype
+from piston.models.prefix import Packing, Prefix, index_of_valid, present_images, prompt_of
+from piston.models.siglip import VisionTower
+from piston.observation import Actions, Observation
+
+
+class TokenGroup(NamedTuple):
+    """Consecutive tokens of one kind, for descriptions of a model."""
+
+    name: str
+    # At most this many tokens; None: they are part of the prompt.
+    size: int | None
+    source: str
+    # Whether the first token starts a block of the attention mask, and whether each one does.
+    starts_block: bool = False
+    is_causal: bool = False
+
+
+class Model(nn.Module, abc.ABC):
+    """What every model has and can do. `config.denoises` says whether it starts from noise."""
+
+    config: ModelConfig
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.compute_dtype = torch_dtype(config.dtype)
+        self.vision = VisionTower(config.vision, config.image_size, config.vlm.width)
+        self.vlm = Expert(config.vlm, vocab_size=config.vocab_size)
+
+    def draw(
+        self,
+        batch_size: int,  # noqa: ARG002
+        num_draws: int = 1,  # noqa: ARG002
+        generator: torch.Generator | None = None,  # noqa: ARG002
+    ) -> dict[str, Tensor]:
+        """Draw the random numbers of `training_losses`, on the CPU; their first axis is the batch.
+
+        A model that denoises takes `num_draws` per sample, which share one prefix.
+        """
+        return {}
+
+    @abc.abstractmethod
+    def training_losses(
+        self, observation: Observation, actions: Actions | None, draws: Mapping[str, Tensor]
+    ) -> dict[str, Float[Tensor, " b"] | Float[Tensor, "b h a"]]:
+        """Return the losses that are minimised together, by name.
+
+        A loss is given per sample, or per number of the actions: then the caller may leave out
+        padding. `draws` are those of `draw`; losses are averaged over several of them.
+        """
+
+    @abc.abstractmethod
+    def act(
+        self,
+        observation: Observation,
+        noise: Float[Tensor, "b h a"] | Float[Tensor, "b n h a"] | None = None,
+        *,
+        num_steps: int | None = None,
+        guidance: Guidance | None = None,
+        visit: Callable[[Actions], object] | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Actions | Float[Tensor, "b n h a"] | Int[Tensor, "b steps"]:
+        """Return a chunk of actions per sample, or the tokens that stand for it.
+
+        `num_steps` limits the steps of the integrator or the tokens that are decoded. For models
+        that denoise: `noise` to start from (drawn with `generator` by default; with an axis n it
+        gives as many candidates, which share one prefix), `guidance` towards the previous chunk,
+        and `visit`, which is called with the noisy actions before each step and with the result.
+        """
+
+    @property
+    def experts(self) -> dict[str, Expert]:
+        """The experts in the order in which they run, by the names of their attributes."""
+        return {"vlm": self.vlm}
+
+    def layers(self) -> list[nn.Module]:
+        """Return the repeated layers, which hold almost all parameters: to shard or compile."""
+        experts = self.experts.values()
+        return [*self.vision.blocks, *(layer for expert in experts for layer in expert.layers)]
+
+    def unused_parameters(self) -> list[str]:
+        """Return the names of the parameters that have no part in any loss or action."""
+        return []
+
+    def token_groups(self) -> list[TokenGroup]:
+        """Describe a sequence with all cameras and a full prompt."""
+        size, prefix = self.config.tokens_per_camera, "prefix, if the camera is present"
+        return [
+            *(TokenGroup(camera, size, prefix) for camera in self.config.cameras),
+            TokenGroup("prompt", self.config.prompt_length, "prefix, without padding"),
+        ]
+
+    def set_gradient_checkpointing(self, enabled: bool) -> None:
+        """Keep no activations within a layer for the backward pass, but compute them again."""
+        self.vision.gradient_checkpointing = enabled
+        for expert in self.experts.values():
+            expert.gradient_checkpointing = enabled
+
+    def embed_prefix(self, observation: Observation) -> Prefix:
+        """Return the tokens that the VLM reads: those of present images and valid words alone."""
+        present, images = present_images(observation, self.config.cameras)
+        prompt, prompt_mask = prompt_of(observation)
+        image_mask = present.repeat_interleave(self.vision.num_tokens, 1)
+        valid = torch.cat((image_mask, prompt_mask), dim=1)
+        packing = Packing.of(valid)
+
+        tokens = [self.vlm.embed(prompt[prompt_mask], self.compute_dtype)]
+        if len(images):
+            tokens.insert(0, self.vision(images, self.compute_dtype).flatten(0, 1))
+        index = index_of_valid(valid, image_mask.shape[1])
+        return Prefix(torch.cat(tokens)[packing.pack(index)], packing)
+
+    def vlm_inputs(
+        self,
+        prefix: Prefix,
+        capacity: int,
+        positions: Int[Tensor, "#b s"] | None = None,
+        mask: Mask = None,
+    ) -> tuple[Tokens, list[KVCache], Rope, Mask]:
+        """Return what the VLM needs to process a prefix with caches of this capacity.
+
+        By default the prefix is one block, and its valid tokens have the positions from 0 on.
+        """
+        tokens, packing = prefix.tokens, prefix.packing
+        if positions is None:
+            positions = torch.arange(packing.size, device=tokens.device)[None]
+        if mask is None:
+            mask = masks.padding_mask(packing.lengths, packing.size)
+        caches = self.vlm.empty_caches(len(tokens), capacity, tokens)
+        return tokens, caches, Rope.at(positions, self.config.vlm.head_dim), mask
