@@ -334,7 +334,7 @@ def test_what_cannot_be_recorded_is_refused_at_once(tmp_path: Path) -> None:
     refused("'depth': images are", features={"depth": {"dtype": "image", "shape": (4, 4, 1)}})
     refused("'x': dtype 'float33'", features={"x": {"dtype": "float33", "shape": (1,)}})
     refused("'index' is filled in", features={"index": {"dtype": "int32", "shape": (1,)}})
-    refused("must not be empty or hold '/'", features={"a/b": {"dtype": "bool", "shape": (1,)}})
+    refused("must not be empty or contain '/'", features={"a/b": {"dtype": "bool", "shape": (1,)}})
     assert not (tmp_path / "set").exists()  # constructing touches nothing
 
 

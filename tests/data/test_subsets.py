@@ -48,14 +48,14 @@ def test_episodes_are_chosen_in_their_own_order(choice, expected):
     [
         ([3, 12], r"Episodes 12 were asked for; the data set has 0, 1, 2, 3 … 9 \(10 in all\)"),
         ("8-11", "Episodes 10, 11"),
-        ("50:60", "leaves none of 10"),
-        (lambda _: False, "leaves none"),
+        ("50:60", "selects none of 10"),
+        (lambda _: False, "selects none"),
         ("first", "names no episodes"),
         ("", "names no episodes"),
         ("1--3", "names no episodes"),
         ("!12", "Episodes 12 were asked for"),
         ("!", "names no episodes"),
-        ("3,!3", "leaves none"),
+        ("3,!3", "selects none"),
         ([True, False], "by their numbers"),
         (np.zeros(10, bool), "by their numbers"),
         ([1.5], "by their numbers"),
@@ -75,7 +75,7 @@ def test_a_split_holds_every_episode_once(indices, share, seed):
     episodes = _episodes(sorted(indices))
     count = max(round(share * len(episodes)), 1)
     if count == len(episodes):
-        with pytest.raises(ValueError, match="either side"):
+        with pytest.raises(ValueError, match="at least one episode"):
             split_episodes(episodes, share, seed=seed)
         return
     train, held_out = split_episodes(episodes, share, seed=seed)

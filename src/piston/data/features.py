@@ -1,12 +1,11 @@
-"""What a recorded frame may hold: declaring features, and checking a frame against them.
-
-Knows the feature entries of `meta/info.json` and NumPy. Knows nothing of files, Arrow or video.
-"""
+"""Declare the features of a data set to record, and check frames against them."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+
+from piston.data.format import DERIVED
 
 # One entry of "features" in info.json: {"dtype": ..., "shape": [...], "names": ...}
 FeatureEntry = dict[str, Any]
@@ -21,32 +20,27 @@ IMAGE_NAMES = ["height", "width", "channels"]
 
 # Columns that the recorder fills in itself, in LeRobot's order.
 BOOKKEEPING: Features = {
-    "timestamp": {"dtype": "float32", "shape": [1], "names": None},
-    "frame_index": {"dtype": "int64", "shape": [1], "names": None},
-    "episode_index": {"dtype": "int64", "shape": [1], "names": None},
-    "index": {"dtype": "int64", "shape": [1], "names": None},
-    "task_index": {"dtype": "int64", "shape": [1], "names": None},
+    key: {"dtype": "float32" if key == "timestamp" else "int64", "shape": [1], "names": None}
+    for key in DERIVED
 }
 
-# What LeRobot's own tools add to an entry; kept, not used.
+# LeRobot's own tools add these to an entry; they are kept, not used.
 _CARRIED = ("info", "fps")
 
 
 class FrameError(ValueError):
-    """A frame that does not fit the declared features; the message names the key."""
+    """A frame does not match the declared features; the message names the key."""
 
 
 def declare_features(features: Mapping[str, Mapping[str, Any]]) -> Features:
-    """The entries as info.json will hold them, bookkeeping last. Raises on what could not be
-    recorded.
-    """
+    """Return the entries of info.json, bookkeeping last. Raise ValueError if one is impossible."""
     declared: Features = {}
     for key, entry in features.items():
         if key in BOOKKEEPING:
             if _comparable(entry) != _comparable(BOOKKEEPING[key]):
                 raise ValueError(
                     f"feature {key!r} is filled in by the recorder as {BOOKKEEPING[key]}, found "
-                    f"{dict(entry)}: leave it out or choose another name"
+                    f"{dict(entry)}: remove it or choose another name"
                 )
             continue
         declared[key] = _declare(key, entry)
@@ -57,7 +51,7 @@ def declare_features(features: Mapping[str, Mapping[str, Any]]) -> Features:
 
 def _declare(key: str, entry: Mapping[str, Any]) -> FeatureEntry:
     if not key or "/" in key:
-        raise ValueError(f"feature name {key!r}: it must not be empty or hold '/' (use '.')")
+        raise ValueError(f"feature name {key!r}: it must not be empty or contain '/' (use '.')")
     unknown = set(entry) - {"dtype", "shape", "names", *_CARRIED}
     if unknown or "dtype" not in entry or "shape" not in entry:
         raise ValueError(
@@ -74,35 +68,34 @@ def _declare(key: str, entry: Mapping[str, Any]) -> FeatureEntry:
         if len(shape) != 3 or shape[2] != 3:
             raise ValueError(f"feature {key!r}: images are (height, width, 3), found shape {shape}")
         names = names or IMAGE_NAMES
-    declared: FeatureEntry = {"dtype": dtype, "shape": shape, "names": _plain(names)}
+    names = list(names) if isinstance(names, tuple) else names  # as JSON has them
+    declared: FeatureEntry = {"dtype": dtype, "shape": shape, "names": names}
     return declared | {name: entry[name] for name in _CARRIED if name in entry}
 
 
 def cameras(features: Features) -> list[str]:
-    """Features whose frames live in video files."""
+    """Return the features whose frames are in video files."""
     return [key for key, entry in features.items() if entry["dtype"] == "video"]
 
 
 def image_columns(features: Features) -> list[str]:
-    """Features whose frames live as PNG in the data files."""
+    """Return the features whose frames are in the data files, as PNG."""
     return [key for key, entry in features.items() if entry["dtype"] == "image"]
 
 
 def same_features(a: Features, b: Features) -> bool:
-    """Whether frames recorded for one fit the other (names and video details aside)."""
+    """Return whether frames for one match the other; names and video details may differ."""
     return {k: _comparable(v) for k, v in a.items()} == {k: _comparable(v) for k, v in b.items()}
 
 
 def check_frame(frame: Mapping[str, Any], features: Features) -> dict[str, np.ndarray]:
-    """The frame as arrays of exactly the declared shapes and dtypes; raises FrameError naming the
-    key.
-    """
+    """Return the frame as arrays of the declared shapes and types. Raise FrameError otherwise."""
     expected = [key for key in features if key not in BOOKKEEPING]
     missing = [key for key in expected if key not in frame]
     extra = [key for key in frame if key not in expected]
     if missing or extra:
         found = [f"missing {missing}"] * bool(missing) + [f"not declared {extra}"] * bool(extra)
-        raise FrameError(f"frame keys do not fit the features: {'; '.join(found)}")
+        raise FrameError(f"frame keys do not match the features: {'; '.join(found)}")
     return {key: _check_value(key, frame[key], features[key]) for key in expected}
 
 
@@ -112,8 +105,7 @@ def _check_value(key: str, value: Any, entry: FeatureEntry) -> np.ndarray:
         return _check_image(key, np.asarray(value), shape)
     dtype = np.dtype(entry["dtype"])
     if isinstance(value, bool | int | float) and shape == (1,):
-        # A plain Python number has no dtype of its own; it must only be one that the dtype can
-        # hold.
+        # A Python number has no dtype of its own: it only has to be one that the dtype can hold.
         array = np.array([value])
         if not np.can_cast(array.dtype, dtype, casting="same_kind"):
             raise FrameError(f"{key!r}: found {value!r}, expected a {dtype} number")
@@ -147,8 +139,3 @@ def _check_image(key: str, image: np.ndarray, shape: tuple[int, ...]) -> np.ndar
 
 def _comparable(entry: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
     return entry["dtype"], tuple(entry["shape"])
-
-
-def _plain(names: Any) -> Any:
-    """Names as JSON has them: lists, not tuples."""
-    return list(names) if isinstance(names, tuple) else names

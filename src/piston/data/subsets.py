@@ -29,10 +29,10 @@ _SLICE = re.compile(r"(\d*):(\d*)")
 
 
 def choose_episodes(episodes: Sequence[Episode], choice: EpisodeChoice) -> list[Episode]:
-    """The episodes that a list, a text or a function names, in their own order.
+    """Return the episodes that a list, a text or a function selects, in their own order.
 
-    Numbers are episode indices. "0:50" is 0 … 49 as far as there are any, "9-12" is 9 … 12 exactly;
-    "!7" leaves out 7, of all others where nothing else is named.
+    Numbers are episode indices. "0:50" are those of 0 … 49 that exist, "9-12" is 9 … 12 exactly,
+    "!7" excludes 7; a text with exclusions only selects all other episodes.
     """
     if choice is None:
         chosen = list(episodes)
@@ -50,19 +50,19 @@ def choose_episodes(episodes: Sequence[Episode], choice: EpisodeChoice) -> list[
             )
         chosen = [episode for episode in episodes if episode.index in numbers]
     if not chosen:
-        raise ValueError(f"The choice {choice!r} leaves none of {len(episodes)} episodes.")
+        raise ValueError(f"The choice {choice!r} selects none of {len(episodes)} episodes.")
     return chosen
 
 
 def without_episodes(choice: str | None, episodes: Iterable[int | str]) -> str:
-    """The text of a choice that leaves these out as well, as one gives it to --data.episodes."""
+    """Return the text of a choice that also excludes these, for --data.episodes."""
     return ",".join([*filter(None, [choice]), *(f"!{episode}" for episode in episodes)])
 
 
 def _whole_numbers(choice: Iterable[int]) -> set[int]:
     numbers = list(choice)
     for number in numbers:
-        # A mask of all episodes would be taken for the episodes 0 and 1.
+        # A mask of all episodes would select the episodes 0 and 1.
         if isinstance(number, bool | np.bool_) or int(number) != number:
             raise ValueError(
                 f"Episodes are chosen by their numbers, e.g. [3, 7]; found {number!r}. For a mask, "
@@ -72,7 +72,7 @@ def _whole_numbers(choice: Iterable[int]) -> set[int]:
 
 
 def _parse(text: str, known: set[int]) -> tuple[set[int], set[int]]:
-    """The numbers chosen, and all that were named, exceptions included."""
+    """Return the selected numbers, and all that the text names, exclusions included."""
     chosen: set[int] = set()
     without: set[int] = set()
     parts = [part.strip() for part in text.split(",")]
@@ -94,7 +94,7 @@ def _parse_part(part: str, text: str, known: set[int]) -> set[int]:
         return {number for number in known if start <= number < stop}
     raise ValueError(
         f"{part!r} in {text!r} names no episodes; expected e.g. 0:50 or 3,7,9-12, with ! before "
-        "those to leave out."
+        "those to exclude."
     )
 
 
@@ -108,20 +108,20 @@ def _shorten(numbers: Iterable[int]) -> str:
 def split_episodes(
     episodes: Sequence[Episode], held_out: float | int, *, seed: int = 0
 ) -> tuple[list[int], list[int]]:
-    """Episode indices to train on and to hold out: a share (0.1) or a number (5) of them.
+    """Return the indices of episodes to train on and to hold out: a share (0.1) or a number (5).
 
-    Each episode's place depends on the seed and its own index only: with more episodes recorded
+    The order of episodes depends on the seed and their indices only: if more episodes are recorded
     later, most stay on their side.
     """
     count = round(held_out * len(episodes)) if isinstance(held_out, float) else held_out
     if isinstance(held_out, float) and not 0 < held_out < 1:
-        raise ValueError(f"The share held out is {held_out}; expected is more than 0, less than 1.")
+        raise ValueError(f"The share to hold out is {held_out}; expected between 0 and 1.")
     if isinstance(held_out, float):
         count = max(count, 1)
     if not 0 < count < len(episodes):
         raise ValueError(
-            f"{count} of {len(episodes)} episodes are to be held out; at least one has to be on "
-            "either side."
+            f"{count} of {len(episodes)} episodes are to be held out; at least one episode has to "
+            "be held out, and one to remain."
         )
 
     def place(index: int) -> bytes:
@@ -134,9 +134,9 @@ def split_episodes(
 def split_sets(
     sets: Sequence[tuple[Hashable, Sequence[Episode]]], held_out: float | int, *, seed: int = 0
 ) -> list[tuple[list[int], list[int]]]:
-    """`split_episodes` of several data sets, each with what it is called.
+    """Return `split_episodes` of several named data sets.
 
-    Where one is there twice, an episode that is held out is so of both, and tried in the first.
+    If a name occurs twice, an episode is held out of both, and validated on in the first only.
     """
     together: dict[Hashable, dict[int, Episode]] = {}
     for name, episodes in sets:
@@ -148,14 +148,14 @@ def split_sets(
         except ValueError as error:
             error.add_note(f"in {name}")
             raise
-    tried: dict[Hashable, set[int]] = {name: set() for name in together}
+    used: dict[Hashable, set[int]] = {name: set() for name in together}
     parts = []
     for name, episodes in sets:
         own = {episode.index for episode in episodes}
         if not own - outside[name]:
             raise ValueError(f"All episodes chosen of {name} ({_shorten(own)}) are held out.")
-        chosen = own & outside[name] - tried[name]
-        tried[name] |= chosen
+        chosen = own & outside[name] - used[name]
+        used[name] |= chosen
         parts.append((sorted(own - outside[name]), sorted(chosen)))
     return parts
 
@@ -169,10 +169,10 @@ class Samples(Protocol):
 
 
 class RepeatedStarts:
-    """A data set whose episodes' first `frames` samples are there `times` times.
+    """Samples in which the first `frames` of every episode occur `times` times.
 
-    `lengths` are those of its episodes, in order. The samples themselves come first, unchanged in
-    number and place; the repetitions follow.
+    `lengths` are those of the episodes, in order. All samples come first, at their own places;
+    the repetitions follow.
     """
 
     def __init__(self, samples: Samples, lengths: Sequence[int], frames: int, times: int) -> None:
@@ -195,7 +195,7 @@ class RepeatedStarts:
         return self._samples[int(self._places[index])]
 
     def preload(self) -> None:
-        """Read what all workers share, before they are forked."""
+        """Read all columns now, so that worker processes that are forked later share them."""
         preload = getattr(self._samples, "preload", None)
         if preload is not None:
             preload()
