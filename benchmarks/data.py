@@ -26,8 +26,7 @@ from common import main
 from piston.cli.console import console
 from piston.data import LeRobotDataset, open_dataset
 from piston.data.cache import CachedFrames
-from piston.data.loader import Loader
-from piston.data.order import Order
+from piston.data.loader import Loader, Order
 from piston.transforms.images import resize_with_pad
 
 

@@ -8,7 +8,7 @@ Dims: b batch, h image height, w image width, c colour channels, s state dim, l 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -106,3 +106,46 @@ def _optional(
         return None
     value = _tensor(batch[key])
     return value if dtype is None else value.to(dtype)
+
+
+def stack_samples(
+    samples: Sequence[Mapping[str, Any]],
+    allocate: Callable[[tuple[int, ...], np.dtype], np.ndarray] = np.empty,
+    *,
+    within: str = "",
+) -> dict[str, Any]:
+    """Stack samples (nested dictionaries of arrays) into one dictionary of tensors (b, …).
+
+    `allocate(shape, dtype)` returns the memory of each tensor. Raise ValueError if the samples
+    differ in keys, shapes or dtypes, or hold anything but numbers.
+    """
+    first = samples[0]
+    batch: dict[str, Any] = {}
+    for number, sample in enumerate(samples):
+        if sample.keys() != first.keys():
+            raise ValueError(
+                f"Samples of one batch have different keys: sample 0 has {sorted(first)}, sample "
+                f"{number} has {sorted(sample)}."
+            )
+    for key, value in first.items():
+        parts, name = [sample[key] for sample in samples], f"{within}{key}"
+        if isinstance(value, Mapping):
+            batch[key] = stack_samples(parts, allocate, within=f"{name}/")
+        else:
+            arrays = [np.asarray(part) for part in parts]
+            _check_alike(arrays, name)
+            stacked = allocate((len(arrays), *arrays[0].shape), arrays[0].dtype)
+            batch[key] = torch.from_numpy(np.stack(arrays, out=stacked))
+    return batch
+
+
+def _check_alike(arrays: Sequence[np.ndarray], name: str) -> None:
+    first = arrays[0]
+    if first.dtype.kind not in "biuf":
+        raise ValueError(f"{name!r} is of {first.dtype}; a batch holds only numbers.")
+    for number, array in enumerate(arrays):
+        if array.shape != first.shape or array.dtype != first.dtype:
+            raise ValueError(
+                f"{name!r} is {first.dtype}{list(first.shape)} in sample 0 of a batch and "
+                f"{array.dtype}{list(array.shape)} in sample {number}; they must be alike."
+            )

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piston.data.order import Order
-from piston.data.subsets import WeightedMixture
+from piston.data.loader import Order
+from piston.data.mixture import WeightedMixture
 
 sizes = st.integers(1, 40)
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from piston import presets
-from piston.data.batches import collate
 from piston.data.pipeline import (
     FakeDataset,
     TrainingData,
@@ -16,7 +15,7 @@ from piston.data.pipeline import (
     open_training_data,
 )
 from piston.models.configs import Pi0FASTConfig
-from piston.observation import Observation
+from piston.observation import Observation, stack_samples
 from piston.transforms.actions import SubsampleActions
 from piston.transforms.base import Group
 from piston.transforms.images import resize_with_pad
@@ -58,7 +57,7 @@ def test_a_sample_is_the_item_through_every_transform(folder):
         for key in ("episode_index", "frame_index", "index"):
             assert sample[key] == item[key]
     assert data[11]["action_is_pad"].tolist() == [False] + [True] * 5
-    observation = Observation.from_dict(collate([data[0], data[20]]))
+    observation = Observation.from_dict(stack_samples([data[0], data[20]]))
     assert observation.batch_size == 2
 
 
@@ -159,6 +158,6 @@ def test_fake_samples_have_the_models_shapes(name):
     for key in ("state", "actions", "tokenized_prompt"):
         np.testing.assert_array_equal(sample[key], data[3][key])
         assert not np.array_equal(sample[key], data[4][key])
-    Observation.from_dict(collate([data[0], data[1]]))
+    Observation.from_dict(stack_samples([data[0], data[1]]))
     with pytest.raises(IndexError):
         data[len(data)]

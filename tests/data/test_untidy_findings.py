@@ -19,9 +19,9 @@ from piston.data import check_dataset, open_dataset
 from piston.data.cache import CachedFrames
 from piston.data.check import usable
 from piston.data.convert import convert_to_v30
-from piston.data.order import Order
+from piston.data.loader import Order
+from piston.data.mixture import WeightedMixture
 from piston.data.pipeline import TrainingData, open_source
-from piston.data.subsets import WeightedMixture
 from piston.transforms.images import resize_with_pad
 from piston.verification import datasets
 

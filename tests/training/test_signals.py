@@ -6,8 +6,7 @@ import subprocess
 
 import pytest
 
-from piston.data.loader import Loader
-from piston.data.order import Order
+from piston.data.loader import Loader, Order
 from piston.data.pipeline import FakeDataset
 from piston.signals import StopSignals
 

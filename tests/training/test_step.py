@@ -9,10 +9,9 @@ from torch.testing import assert_close
 
 from piston import weights
 from piston.config import CosineDecaySchedule
-from piston.data.batches import collate
 from piston.data.pipeline import FakeDataset
 from piston.models.variants import GemmaSize, LoRA, VisionSize
-from piston.observation import Observation
+from piston.observation import Observation, stack_samples
 from piston.training.distributed import Processes
 from piston.training.step import Trainer
 
@@ -29,7 +28,7 @@ def make_trainer(robot_action_dim=None, **changes):
 
 def make_batch(model=PI0, size=4, start=0):
     data = FakeDataset(model)
-    return collate([data[start + i] for i in range(size)])
+    return stack_samples([data[start + i] for i in range(size)])
 
 
 def gradients(trainer):

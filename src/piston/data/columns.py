@@ -2,7 +2,8 @@
 
 `read_data_files` opens every file once. `Columns` keeps what was read, in the order of episodes,
 and computes columns that the files may lack (`index`, `task_index`, …). Images stay in the files
-until `ImageRows` is asked for one. Both are pickled without what they have read.
+until `ImageRows` is asked for one. Columns are pickled with what they have read, so that worker
+processes share it; images are not.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ class Columns:
         self.keys = (*(name for name in numeric if name in self._stored), *DERIVED)
         ends = np.cumsum([episode.length for episode in self.episodes])
         self.starts = {e.index: int(end) - e.length for e, end in zip(self.episodes, ends)}
-        self._files: Mapping[str, DataFile] | None = files
+        self._files = files
         self._values: dict[str, np.ndarray] = {}
         self._lock = threading.RLock()
 
@@ -179,22 +180,10 @@ class Columns:
 
     def first_row(self, episode: Episode) -> int:
         """Return where an episode begins in its data file."""
-        with self._lock:
-            return self._read()[episode.data_path].first_rows[episode.index]
-
-    def _read(self) -> Mapping[str, DataFile]:
-        if self._files is None:  # in a process that got this object pickled
-            self._files = read_data_files(self.metadata, self.episodes)
-            for file in self._files.values():
-                for index, what in file.unreadable.items():
-                    raise EpisodeError(
-                        f"The data set has changed since it was opened: {what}", index
-                    )
-        return self._files
+        return self._files[episode.data_path].first_rows[episode.index]
 
     def _join(self, key: str) -> np.ndarray:
-        files = self._read()
-        rows = [files[episode.data_path].rows[episode.index] for episode in self.episodes]
+        rows = [self._files[episode.data_path].rows[episode.index] for episode in self.episodes]
         first = rows[0][key]
         for episode, own in zip(self.episodes, rows):
             found = own[key]
@@ -229,7 +218,7 @@ class Columns:
         raise KeyError(f"{self.metadata.root} has no column {key!r}; it has {list(self.keys)}.")
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_values": {}, "_files": None, "_lock": None}
+        return self.__dict__ | {"_lock": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=threading.RLock())

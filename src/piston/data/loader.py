@@ -1,32 +1,189 @@
-"""Batches for training, without end: in order, from this process or from workers.
+"""Batches for training, without end, read by this process or by worker processes.
 
     with Loader(data, Order(data, batch_size=32, seed=42), num_workers=2) as loader:
         for batch in loader: …          # nested dictionaries of tensors; images stay uint8
-        loader.state_dict()             # counts the batches that were handed out, not those ahead
+        loader.state_dict()             # the position after the last batch handed out
 
-Knows nothing of models or devices, except that memory is pinned where there is a GPU.
+`torch.utils.data.DataLoader` runs the workers. They are forked from a fork server, a fresh process
+that has only imported this module, so they inherit no GPU, thread or lock of the training process.
+Data sets and batches pass between processes in anonymous shared memory: all workers share one copy
+of the columns, and /dev/shm, which is small in containers, is not used.
 """
 
 from __future__ import annotations
 
-import collections
-import weakref
-from collections.abc import Iterator, Mapping
+import atexit
+import contextlib
+import dataclasses
+import functools
+import itertools
+import logging
+import math
+import mmap
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import connection, forkserver, reduction
 from typing import Any, Self
 
+import numpy as np
 import torch
+from jaxtyping import Int64
+from torch.utils.data import DataLoader, get_worker_info
 
-from piston.data.batches import Batch, collate
-from piston.data.order import Order
-from piston.data.subsets import Samples
-from piston.data.workers import Workers
+from piston.data.mixture import Samples, WeightedMixture, preload, shuffled
+from piston.observation import stack_samples
+from piston.signals import ignore_stop_signals
 
-# Batches that each worker is ahead.
+logger = logging.getLogger(__name__)
+
+Batch = dict[str, Any]  # tensors, in nested dictionaries as the samples are
+Indices = Int64[np.ndarray, " n"]
+
+# Batches that each worker reads ahead.
 PREFETCH = 2
+# Seconds between two checks that all workers are alive, and before a busy one is killed at the end.
+_CHECK_INTERVAL, _GRACE = 1.0, 1.0
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Order:
+    """The order of samples: which of them make up which batch, on which rank.
+
+        epoch 0: shuffled | epoch 1: shuffled anew | epoch 2 …   one endless row of samples
+        [batch 0][batch 1][batch 2][batch 3][batch 4] …          cut into batches, nothing dropped
+         r0  r1   r0  r1                                         each rank takes its slice
+
+    The row is a function of the seed, so a global batch is the same for any number of ranks. A
+    position counts the samples that all ranks together have had. A `WeightedMixture` is taken in
+    its own shares.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank is {rank}, world_size {world_size}; expected 0 ≤ rank < size.")
+        if batch_size < 1 or batch_size % world_size:
+            raise ValueError(
+                f"The batch size ({batch_size}) must be a multiple of the number of processes "
+                f"({world_size}): each takes an equal part."
+            )
+        if not len(samples):
+            raise ValueError("There are no samples to put in order.")
+        self.batch_size, self.seed = batch_size, seed
+        self.rank, self.world_size = rank, world_size
+        self.samples_per_epoch, epoch_order = _epochs(samples, seed)
+        self.mixture = _mixture_state(samples)
+        # A batch may extend over the end of an epoch.
+        self._epoch_order = functools.lru_cache(maxsize=2)(epoch_order)
+
+    @property
+    def local_batch_size(self) -> int:
+        """Samples per batch on this rank."""
+        return self.batch_size // self.world_size
+
+    def take(self, position: int) -> Indices:
+        """Return this rank's part of the batch that starts at a position."""
+        start = position + self.rank * self.local_batch_size
+        stop, parts = start + self.local_batch_size, []
+        while start < stop:
+            epoch, inside = divmod(start, self.samples_per_epoch)
+            parts.append(self._epoch_order(epoch)[inside : inside + stop - start])
+            start += len(parts[-1])
+        return np.concatenate(parts)
+
+    def batches(self, position: int) -> Iterator[list[int]]:
+        """Yield the indices of this rank's batches from a position on, without end."""
+        while True:
+            yield self.take(position).tolist()
+            position += self.batch_size
+
+    def epoch(self, position: int) -> float:
+        """Return the number of passes over the data, fractions included."""
+        return position / self.samples_per_epoch
+
+    def state_dict(self, position: int) -> dict[str, Any]:
+        """Return what is needed to continue from a position, on any number of ranks."""
+        return {
+            "position": position,
+            "seed": self.seed,
+            "samples_per_epoch": self.samples_per_epoch,
+            "mixture": self.mixture,
+        }
+
+    def position_of(self, state: Mapping[str, Any]) -> int:
+        """Return the position of a saved state. Raise ValueError if its seed is another.
+
+        If the data have changed, the position counts in their new order, with a warning.
+        """
+        if state.get("seed") != self.seed:
+            raise ValueError(
+                f"The saved data position belongs to another order: its seed is "
+                f"{state.get('seed')}, now it is {self.seed}. Continue with the same seed, or "
+                "start a new run."
+            )
+        changed = [
+            f"{name} was {_in_words(state.get(name))}, now it is {_in_words(getattr(self, name))}"
+            for name in ("samples_per_epoch", "mixture")
+            if state.get(name) != getattr(self, name)
+        ]
+        if changed and self.rank == 0:
+            logger.warning(
+                "The data are not those of the saved position: %s. Samples are taken in a new "
+                "order from here on.",
+                "; ".join(changed),
+            )
+        return int(state["position"])
+
+
+def _in_words(value: Any) -> Any:
+    """Describe a mixture for people: `32 samples (66.7 %), 16 samples (33.3 %)`."""
+    if not isinstance(value, Mapping):
+        return value
+    sets = zip(value["sizes"], value["weights"])
+    return ", ".join(f"{size:,.0f} samples ({weight:.1%})" for size, weight in sets)
+
+
+def _mixture_state(samples: Samples) -> dict[str, list[float]] | None:
+    """Return what the order of a mixture depends on besides the seed, as JSON keeps it."""
+    if not isinstance(samples, WeightedMixture):
+        return None
+    sizes = [float(len(dataset)) for dataset in samples.datasets]
+    return {"sizes": sizes, "weights": list(samples.weights)}
+
+
+def _epochs(samples: Samples, seed: int) -> tuple[int, Callable[[int], Indices]]:
+    """Return the length of an epoch, and the order of the samples in each epoch."""
+    if isinstance(samples, WeightedMixture):
+        mixture = samples
+        return mixture.samples_per_epoch, lambda epoch: mixture.flat(
+            mixture.plan(seed=seed, epoch=epoch)
+        )
+    count = len(samples)
+    return count, lambda epoch: shuffled(count, seed, epoch)
+
+
+class WorkerError(RuntimeError):
+    """A worker process ended unexpectedly."""
 
 
 class Loader(Iterator[Batch]):
-    """An endless iterator. Use it in a `with`, or call `close`; it is also closed at exit."""
+    """An endless iterator over batches. Use it in a `with` statement, or call `close`.
+
+    With `pin_memory` batches lie in pinned memory (default: if there is a GPU).
+    """
 
     def __init__(
         self,
@@ -46,14 +203,13 @@ class Loader(Iterator[Batch]):
         self._samples, self._num_workers, self._prefetch = samples, num_workers, prefetch
         self._pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
         self._position = 0
-        self._workers: Workers | None = None
-        self._stop_workers: weakref.finalize[..., Any] | None = None
-        self._asked: collections.deque[int] = collections.deque()
-        self._next_worker = 0
+        self._batches: Any = None  # DataLoader's iterator
+        self._memory: list[list[_SharedMemory]] = []
+        self._kill_workers = functools.partial(_kill, ())
 
     def __next__(self) -> Batch:
         try:
-            batch = self._read() if self._num_workers == 0 else self._receive()
+            batch = self._receive() if self._num_workers else self._read()
         except BaseException:
             self.close()
             raise
@@ -68,17 +224,21 @@ class Loader(Iterator[Batch]):
         return self.order.state_dict(self._position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on exactly where the state was taken."""
+        """Continue exactly where the state was taken."""
         position = self.order.position_of(state)
         self.close()
         self._position = position
 
     def close(self) -> None:
-        """Ends the workers. The next batch would start new ones."""
-        if self._stop_workers is not None:
-            self._stop_workers()
-        self._workers = self._stop_workers = None
-        self._asked.clear()
+        """End the workers. The next batch would start new ones."""
+        if self._batches is not None:
+            # Not by deleting the iterator: the traceback of an error may refer to it.
+            timer = threading.Timer(_GRACE, self._kill_workers)
+            timer.start()
+            self._batches._shutdown_workers()
+            timer.cancel()
+            atexit.unregister(self._kill_workers)
+        self._batches, self._memory = None, []
 
     def __enter__(self) -> Self:
         return self
@@ -88,21 +248,244 @@ class Loader(Iterator[Batch]):
 
     def _read(self) -> Batch:
         samples = [self._samples[int(index)] for index in self.order.take(self._position)]
-        return collate(samples, pin_memory=self._pin_memory)
+        batch = stack_samples(samples)
+        return _mapped(torch.Tensor.pin_memory, batch) if self._pin_memory else batch
 
     def _receive(self) -> Batch:
-        if self._workers is None:
-            self._workers = Workers(
-                self._samples, self._num_workers, self._prefetch, pin_memory=self._pin_memory
+        if self._batches is None:
+            self._batches = self._start_workers()
+        while True:
+            try:
+                answer = next(self._batches)
+                if isinstance(answer, _Failure):
+                    break
+                return self._copied(answer)
+            except (RuntimeError, OSError, EOFError) as error:
+                self._check_workers()
+                if "timed out" not in str(error):  # else the batch takes longer than the interval
+                    raise
+        raise answer.error from RuntimeError(f"in a worker process:\n{answer.traceback}")
+
+    def _copied(self, answer: _StoredBatch) -> Batch:
+        """Return the batch in memory of its own, before the worker uses the slot again."""
+        copy = torch.Tensor.pin_memory if self._pin_memory else torch.Tensor.clone
+        arrays = self._memory[answer.worker][answer.slot].load(answer.stored)
+        return _mapped(lambda array: copy(torch.from_numpy(array)), arrays)
+
+    def _start_workers(self) -> Any:
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload([__name__])  # imports torch once, not in every worker
+        with _blocked(_STOP_SIGNALS):  # inherited by the fork server
+            forkserver.ensure_running()
+        # One slot more than batches ahead: DataLoader asks for the next batch before one is copied.
+        self._memory = [
+            [_SharedMemory() for _ in range(self._prefetch + 1)] for _ in range(self._num_workers)
+        ]
+        loader: DataLoader[Any] = DataLoader(
+            _Batches(self._samples, self._memory),  # type: ignore[arg-type]
+            batch_size=None,
+            sampler=self.order.batches(self._position),
+            num_workers=self._num_workers,
+            prefetch_factor=self._prefetch,
+            timeout=_CHECK_INTERVAL,
+            multiprocessing_context=context,
+            worker_init_fn=_prepare_worker,
+            generator=torch.Generator(),  # leaves the global generator alone
+        )
+        batches: Any = iter(loader)
+        # Workers ignore SIGTERM, which multiprocessing sends at exit.
+        self._kill_workers = functools.partial(_kill, batches._workers)
+        atexit.register(self._kill_workers)
+        return batches
+
+    def _check_workers(self) -> None:
+        """Raise WorkerError if a worker is dead."""
+        workers = self._kill_workers.args[0]
+        connection.wait([worker.sentinel for worker in workers], timeout=0.1)
+        for number, worker in enumerate(workers):
+            if worker.exitcode is not None:
+                raise WorkerError(_cause_of_death(number, worker.pid, worker.exitcode)) from None
+
+
+def _kill(workers: Sequence[Any]) -> None:
+    for worker in workers:
+        worker.kill()
+
+
+def _mapped(function: Callable[[Any], Any], batch: Batch) -> Batch:
+    return {
+        key: _mapped(function, value) if isinstance(value, dict) else function(value)
+        for key, value in batch.items()
+    }
+
+
+def _cause_of_death(worker: int, pid: int, exit_code: int) -> str:
+    name = f"Worker {worker} (process {pid}), which reads data, "
+    if exit_code >= 0:
+        return name + f"ended with exit code {exit_code}."
+    killed_by = signal.Signals(-exit_code).name
+    hint = {
+        "SIGKILL": " The system kills processes when it runs out of memory: try fewer workers "
+        "(--num-workers) or a smaller batch.",
+        "SIGSEGV": " A video may be damaged: run piston data check.",
+    }
+    return name + f"was killed by {killed_by}." + hint.get(killed_by, "")
+
+
+@contextlib.contextmanager
+def _blocked(signals: Sequence[signal.Signals]) -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _prepare_worker(_: int) -> None:
+    """Leave signals to the training process, which may be sent to a whole group; end with it."""
+    ignore_stop_signals(*_STOP_SIGNALS)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+
+
+def _exit_with_parent() -> None:
+    # DataLoader watches the process that forked the worker, which is the fork server.
+    parent = mp.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+class _Batches:
+    """What a worker runs: `batches[indices]` is a batch, or the error that prevented it."""
+
+    def __init__(self, samples: Samples, memory: Sequence[Sequence[_SharedMemory]]) -> None:
+        preload(samples)
+        self._samples_memory, self._memory = _SharedMemory(), memory
+        try:
+            self._stored_samples = self._samples_memory.copy(samples)
+        except Exception as error:
+            error.add_note(
+                "The data cannot be handed to worker processes. Transforms must be importable (no "
+                "lambdas, nothing defined inside a function); or set --num-workers 0."
             )
-            # Also at the interpreter's exit, and when the loader is forgotten.
-            self._stop_workers = weakref.finalize(self, self._workers.close)
-            self._next_worker = 0
-        while len(self._asked) < self._num_workers * self._prefetch:
-            ahead = self._position + len(self._asked) * self.order.batch_size
-            self._workers.ask(self._next_worker, self.order.take(ahead).tolist())
-            self._asked.append(self._next_worker)
-            self._next_worker = (self._next_worker + 1) % self._num_workers
-        batch = self._workers.answer(self._asked[0])
-        self._asked.popleft()
-        return batch
+            raise
+        self._samples: Samples | None = None
+        self._slots = itertools.cycle(range(len(memory[0])))
+
+    def __getitem__(self, indices: list[int]) -> _StoredBatch | _Failure:
+        try:
+            if self._samples is None:
+                # What a worker changes in its samples, it changes in a copy of its own.
+                self._samples = self._samples_memory.load(self._stored_samples, mmap.ACCESS_COPY)
+            worker, slot = get_worker_info().id, next(self._slots)  # type: ignore[union-attr]
+            memory = self._memory[worker][slot]
+            memory.clear()
+            batch = stack_samples([self._samples[index] for index in indices], memory.allocate)
+            return _StoredBatch(worker, slot, memory.store(_mapped(torch.Tensor.numpy, batch)))
+        except Exception as error:
+            return _Failure(_picklable(error), "".join(traceback.format_exception(error)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _StoredBatch:
+    worker: int
+    slot: int
+    stored: _Stored
+
+
+@dataclasses.dataclass(frozen=True)
+class _Failure:
+    """An error as a worker returns it; one that DataLoader raises again loses its attributes."""
+
+    error: Exception
+    traceback: str
+
+
+def _picklable(error: Exception) -> Exception:
+    """Return the error, or one that says the same if it cannot be pickled."""
+    try:
+        pickle.loads(pickle.dumps(error))
+        return error
+    except Exception:
+        same = RuntimeError(f"{type(error).__name__}: {error}")
+        for note in getattr(error, "__notes__", ()):
+            same.add_note(note)
+        return same
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stored:
+    """An object in shared memory: its pickle, and where each of its arrays lies."""
+
+    pickled: bytes
+    bounds: list[tuple[int, int]]
+
+
+class _SharedMemory:
+    """Memory for the arrays of one object at a time, shared by all processes that it is given to.
+
+    It has no name, so it is freed with the last process that uses it, however that one ends. It is
+    used again and again, because fresh memory takes much longer to fill.
+    """
+
+    def __init__(self) -> None:
+        self._open(os.memfd_create("piston") if hasattr(os, "memfd_create") else _temporary_file())
+
+    def _open(self, file: int) -> None:
+        self._file, self._memory = file, mmap.mmap(-1, 1)
+        self._bounds: list[tuple[int, int]] = []
+
+    def clear(self) -> None:
+        self._bounds = []
+
+    def allocate(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        start = -(-self._bounds[-1][1] // 64) * 64 if self._bounds else 0
+        stop = start + math.prod(shape) * dtype.itemsize
+        self._bounds.append((start, stop))
+        if stop > len(self._memory):
+            os.ftruncate(self._file, stop)
+        return np.ndarray(shape, dtype, buffer=self._mapped_to(stop), offset=start)
+
+    def store(self, value: Any) -> _Stored:
+        """Return what `load` needs. The arrays of the object are those that were allocated."""
+        return _Stored(pickle.dumps(value, protocol=5, buffer_callback=_skip), self._bounds)
+
+    def copy(self, value: Any) -> _Stored:
+        """Allocate memory for the arrays of an object, and store it."""
+        self.clear()
+        arrays: list[pickle.PickleBuffer] = []
+        pickled = pickle.dumps(value, protocol=5, buffer_callback=arrays.append)
+        for array in arrays:
+            raw = np.frombuffer(array.raw(), np.uint8)
+            self.allocate(raw.shape, raw.dtype)[:] = raw
+        return _Stored(pickled, self._bounds)
+
+    def load(self, stored: _Stored, access: int = mmap.ACCESS_WRITE) -> Any:
+        """Return the object as it was stored; its arrays are views of the memory."""
+        buffers = [
+            memoryview(self._mapped_to(stop, access))[start:stop] for start, stop in stored.bounds
+        ]
+        return pickle.loads(stored.pickled, buffers=buffers)
+
+    def _mapped_to(self, stop: int, access: int = mmap.ACCESS_WRITE) -> mmap.mmap:
+        if stop > len(self._memory):
+            self._memory = mmap.mmap(self._file, 0, access=access)
+        return self._memory
+
+    def __getstate__(self) -> Any:
+        return reduction.DupFd(self._file)
+
+    def __setstate__(self, handle: Any) -> None:
+        self._open(handle.detach())
+
+    def __del__(self) -> None:
+        os.close(self._file)
+
+
+def _skip(buffer: pickle.PickleBuffer) -> None:
+    """Leave an array out of a pickle, because it lies in shared memory already."""
+
+
+def _temporary_file() -> int:
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

@@ -20,9 +20,9 @@ from piston.config import DataConfig
 from piston.data.cache import CachedFrames
 from piston.data.dataset import LeRobotDataset, open_dataset
 from piston.data.format import DERIVED, EpisodeError, Metadata, locate
+from piston.data.mixture import Samples
 from piston.data.subsets import (
     EpisodeChoice,
-    Samples,
     choose_episodes,
     split_sets,
     without_episodes,
@@ -219,7 +219,7 @@ class TrainingData:
             raise
 
     def preload(self) -> None:
-        """Read all columns now, so that worker processes that are forked later share them."""
+        """Read all columns, which worker processes then share."""
         with advising(self._config):
             self._dataset.preload()
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from piston.config import DataConfig
 from piston.models.integrator import Guidance, Jacobian, guidance_weights
 from piston.models.model import Model
-from piston.observation import Observation
+from piston.observation import Observation, stack_samples
 from piston.transforms.base import Data, compose
 
 # What a request may carry besides the robot's own keys.
@@ -172,7 +172,8 @@ class Policy:
         return random.standard_normal(shape, np.float32)
 
     def _run(self, prepared: Sequence[Data], guided: bool) -> list[dict[str, Any]]:
-        observation = Observation.from_dict(_stack(prepared)).to(self.device)
+        seen = [{k: v for k, v in one.items() if k not in ("noise", "rtc")} for one in prepared]
+        observation = Observation.from_dict(stack_samples(seen)).to(self.device)
         if self.model.config.denoises:
             actions = self.model.act(
                 observation,
@@ -219,15 +220,3 @@ def _whole_number(value: Any, name: str) -> int:
     if number.ndim or not np.issubdtype(number.dtype, np.integer) or number < 0:
         raise ValueError(f"{name} is {repr(value)[:40]}; expected a whole number, 0 or more.")
     return int(number)
-
-
-def _stack(samples: Sequence[Data]) -> Data:
-    """One batch of what the model sees; noise and guidance are stacked by those who use them."""
-    first = samples[0]
-    batch: Data = {}
-    for key in first.keys() - {"noise", "rtc"}:
-        if isinstance(first[key], Mapping):
-            batch[key] = _stack([sample[key] for sample in samples])
-        else:
-            batch[key] = np.stack([sample[key] for sample in samples])
-    return batch

@@ -19,13 +19,11 @@ import torch
 
 from piston import weights
 from piston.config import DataConfig, TrainConfig
-from piston.data.batches import Batch
 from piston.data.finite import require_finite
 from piston.data.format import EpisodeError
-from piston.data.loader import Loader
-from piston.data.order import Order
+from piston.data.loader import Batch, Loader, Order
+from piston.data.mixture import RepeatedStarts, Samples, WeightedMixture, mixed
 from piston.data.pipeline import leave_out, open_sources, open_training_data, split_sources
-from piston.data.subsets import RepeatedStarts, Samples, WeightedMixture, mixed
 from piston.models.model import Model
 from piston.signals import StopSignals
 from piston.training.checkpoint import (

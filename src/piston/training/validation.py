@@ -19,10 +19,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from piston.data.batches import collate
-from piston.data.subsets import Samples
+from piston.data.mixture import Samples
 from piston.models.model import Model
-from piston.observation import Observation
+from piston.observation import Observation, stack_samples
 from piston.training.distributed import Processes
 from piston.training.step import Trainer
 from piston.training.trackers import Metrics
@@ -85,7 +84,7 @@ class Validation:
         return sums
 
     def _batch(self, model: Model, frames: list[int], seed: int) -> _Sums:
-        batch: dict[str, Any] = collate([self._samples[frame] for frame in frames])
+        batch: dict[str, Any] = stack_samples([self._samples[frame] for frame in frames])
         observation = Observation.from_dict(batch).to(self._processes.device)
         actions = batch["actions"].to(observation.device) if "actions" in batch else None
         draws = model.draw(len(frames), generator=torch.Generator().manual_seed(seed))
