@@ -110,10 +110,10 @@ def test_arrays_that_do_not_lie_in_order():
 def test_images_are_views_and_actions_can_be_changed_on_request():
     message = pack({"image": np.zeros((8, 8, 3), np.uint8), "x": np.zeros(3, np.float32)})
     read = unpack(message)
-    assert not read["image"].flags.owndata
-    assert np.shares_memory(read["image"], np.frombuffer(message, np.uint8))
-    # Floats may lie at odd addresses in a message, which PyTorch does not expect.
-    assert read["x"].flags.aligned
+    for array in read.values():
+        # The bytes that msgpack has read, not a copy of them; PyTorch expects them to be aligned.
+        assert isinstance(array.base, bytes)
+        assert array.flags.aligned
     for array in read.values():
         with pytest.raises(ValueError, match="read-only"):
             array[...] = 1
@@ -259,7 +259,7 @@ def test_limits_are_adjustable():
     with pytest.raises(ProtocolError, match="deeper than 2"):
         unpack(pack([[[1]]]), limits=Limits(max_depth=2))
     assert unpack(pack([[1]]), limits=Limits(max_depth=2)) == [[1]]
-    with pytest.raises(ProtocolError, match="More than 3 values"):
+    with pytest.raises(ProtocolError, match="more than 3 values"):
         unpack(pack([1, 2, 3, 4]), limits=Limits(max_values=3))
 
 

@@ -80,6 +80,22 @@ def test_reconnect_after_a_restart(policy, observe):
         again._ws.close()
 
 
+def test_stopping_answers_what_waits(connect, policy, observe):
+    """Also what the policy has not begun with."""
+    policy.gate = threading.Event()
+    with running_server(policy, ServerConfig(port=0, max_batch=1)) as server:
+        clients = [connect(server) for _ in range(4)]
+        with ThreadPoolExecutor(4) as pool:
+            replies = [pool.submit(client.infer, observe()) for client in clients]
+            policy.began.acquire()
+            while len(server._batcher) < 3:
+                time.sleep(0.001)
+            server.stop()
+            policy.gate.set()
+            assert all(reply.result(10)["actions"].shape == (5, 4) for reply in replies)
+    assert server.finished
+
+
 def test_request_ids_come_back_and_need_no_order(start, policy, observe):
     """A busy reply overtakes the request that keeps the policy busy."""
     policy.gate = threading.Event()

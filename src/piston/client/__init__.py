@@ -3,8 +3,14 @@
 robot → Runtime → broker → Client → server
 """
 
-from piston.client.asynchronous import AsyncChunkBroker, ChunkExhausted, RealTimeBroker
-from piston.client.brokers import ActionChunkBroker, Policy, TemporalEnsemble
+from piston.client.brokers import (
+    ActionChunkBroker,
+    AsyncChunkBroker,
+    ChunkExhausted,
+    Policy,
+    RealTimeBroker,
+    TemporalEnsemble,
+)
 from piston.client.client import Client
 from piston.client.errors import (
     ConnectionLost,
@@ -13,8 +19,7 @@ from piston.client.errors import (
     ServerBusy,
     ServerError,
 )
-from piston.client.interfaces import Agent, Environment, Hooks
-from piston.client.runtime import Runtime
+from piston.client.runtime import Agent, Environment, Hooks, Runtime
 from piston.client.timing import Percentiles, Summary
 
 __all__ = [

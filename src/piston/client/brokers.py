@@ -1,25 +1,52 @@
-"""From chunks to single actions: what to execute at this control step.
+"""Brokers: from chunks of actions to the one action to execute at this control step.
 
 A broker wraps anything with `infer(observation) -> {"actions": (horizon, dim), …}` and has the same
-method, which gives one action (dim,): call it once per control step. `chunk_step` in the result
-says which step of its chunk the action is. The brokers here ask and wait; those in `asynchronous`
-ask while the robot moves. None of them knows of sockets or of time.
+method, which returns one action (dim,): call it once per control step. `chunk_step` in the result
+is the action's step within its chunk. `ActionChunkBroker` and `TemporalEnsemble` ask and wait;
+`AsyncChunkBroker` and `RealTimeBroker` ask for the next chunk while the robot executes this one:
+
+    step            0   1   2   3   4   5   6   7   8   9
+    chunk A         A0  A1  A2  A3  A4  A5
+    asked for B                 ^ with the observation of step 3; B0 is meant for step 3
+    B arrives                               ^ before step 6: B0, B1, B2 are past
+    executed        A0  A1  A2  A3  A4  A5  B3  B4  …
+
+If B arrives after the end of A, the last action is held. Held steps do not count as executed, so no
+action is skipped that the robot has not done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+import collections
+import dataclasses
+import logging
+import math
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
+
+from piston.client.errors import TRANSIENT
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Policy(Protocol):
     """A `Client`, or a policy in this process."""
 
     def infer(self, observation: Mapping[str, Any], /) -> Mapping[str, Any]:
-        """A result with `actions` (horizon, dim)."""
+        """Return a result with `actions` (horizon, dim)."""
         ...
+
+
+class ChunkExhausted(TimeoutError):
+    """The whole chunk is executed and the next has not arrived. It may: call again."""
 
 
 class ActionChunkBroker:
@@ -27,7 +54,7 @@ class ActionChunkBroker:
 
     def __init__(self, policy: Policy, execute_horizon: int | None = None) -> None:
         self._policy = policy
-        self._execute_horizon = checked_horizon(execute_horizon)
+        self._execute_horizon = _checked_horizon(execute_horizon)
         self._result: Mapping[str, Any] = {}
         self._step = 0
         self._num_steps = 0
@@ -35,22 +62,23 @@ class ActionChunkBroker:
     def infer(self, observation: Mapping[str, Any]) -> dict[str, Any]:
         if self._step >= self._num_steps:
             self._result = self._policy.infer(observation)
-            self._num_steps = executed_steps(chunk_of(self._result), self._execute_horizon)
+            chunk = _chunk(self._result)
+            self._num_steps = _executed_steps(chunk, self._execute_horizon, default=len(chunk))
             self._step = 0
         self._step += 1
-        return one_step(self._result, self._step - 1)
+        return _one_step(self._result, self._step - 1)
 
     def reset(self) -> None:
         """Forget the chunk: a new episode begins."""
-        reset_policy(self._policy)
+        _reset(self._policy)
         self._step = self._num_steps = 0
 
 
 class TemporalEnsemble:
-    """Average what all chunks so far say of this step, as ACT does.
+    """Average what all chunks so far predict for this step, as ACT does.
 
     The policy is asked every `ask_every` steps. A chunk's weight is exp(−decay · i), where i counts
-    the chunks that speak of this step from the oldest (0). With `decay` > 0 older chunks weigh
+    the chunks that contain this step from the oldest (0). With `decay` > 0 older chunks weigh
     more: the motion is smoother but reacts later. With `decay` < 0 newer ones do.
     """
 
@@ -60,39 +88,247 @@ class TemporalEnsemble:
         self._policy = policy
         self._decay = decay
         self._ask_every = ask_every
-        self._chunks: list[tuple[int, np.ndarray]] = []  # the step it begins at, its actions
+        self._chunks: list[tuple[int, np.ndarray]] = []  # first step, actions
         self._result: Mapping[str, Any] = {}
         self._step = 0
 
     def infer(self, observation: Mapping[str, Any]) -> dict[str, Any]:
-        if self._step % self._ask_every == 0:
-            self._result = self._policy.infer(observation)
-            self._chunks.append((self._step, chunk_of(self._result)))
         step = self._step
+        if step % self._ask_every == 0:
+            self._result = self._policy.infer(observation)
+            self._chunks.append((step, _chunk(self._result)))
         self._chunks = [
             (start, chunk) for start, chunk in self._chunks if step - start < len(chunk)
         ]
         if not self._chunks:
             raise ValueError(
-                f"No chunk reaches step {step}: the policy's are shorter than ask_every = "
+                f"No chunk reaches step {step}: the policy's chunks are shorter than ask_every = "
                 f"{self._ask_every}."
             )
-        said = np.stack([chunk[step - start] for start, chunk in self._chunks])
-        weights = np.exp(-self._decay * np.arange(len(said)))
-        action = (weights / weights.sum()) @ said.astype(np.float64)
+        predicted = np.stack([chunk[step - start] for start, chunk in self._chunks])
+        weights = np.exp(-self._decay * np.arange(len(predicted)))
+        action = (weights / weights.sum()) @ predicted.astype(np.float64)
         self._step += 1
         newest = step - self._chunks[-1][0]
-        return {**self._result, "actions": action.astype(said.dtype), "chunk_step": newest}
+        return {**self._result, "actions": action.astype(predicted.dtype), "chunk_step": newest}
 
     def reset(self) -> None:
         """Forget all chunks: a new episode begins."""
-        reset_policy(self._policy)
+        _reset(self._policy)
         self._chunks = []
         self._step = 0
 
 
-def chunk_of(result: Mapping[str, Any]) -> np.ndarray:
-    """The chunk (horizon, dim) in a policy's result; refuses what must not reach a robot."""
+@dataclasses.dataclass
+class _Plan:
+    """The chunk that is being executed."""
+
+    result: Mapping[str, Any]
+    actions: np.ndarray
+    step: int  # of the chunk: the one to execute next
+
+    @property
+    def ahead(self) -> np.ndarray:
+        return self.actions[self.step :]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    """A chunk that is being computed."""
+
+    answer: Future[Mapping[str, Any]]
+    step: int  # of the plan, when the chunk was asked for
+    call: int  # calls of `infer` until then
+
+
+class AsyncChunkBroker:
+    """Ask for the next chunk once `execute_horizon` steps of this one are executed; do not wait.
+
+    `execute_horizon` is half of a chunk by default; the rest must last until the policy answers.
+    Only the first call of an episode waits. If the next chunk is late, the last action is repeated
+    with `held` in the result (`when_exhausted="hold"`), or ChunkExhausted is raised.
+
+    An error of the policy is raised by the next call; an error that may pass (connection, timeout,
+    busy) only when the chunk is used up, and the policy is asked again meanwhile.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        execute_horizon: int | None = None,
+        *,
+        when_exhausted: Literal["hold", "raise"] = "hold",
+    ) -> None:
+        if when_exhausted not in ("hold", "raise"):
+            raise ValueError(f"when_exhausted is 'hold' or 'raise'; found {when_exhausted!r}.")
+        self._policy = policy
+        self._execute_horizon = _checked_horizon(execute_horizon)
+        self._when_exhausted = when_exhausted
+        self._worker = Worker("piston chunks")
+        self._plan: _Plan | None = None
+        self._request: _Request | None = None
+        self._num_calls = 0
+        # Since construction: steps without an action of their own, and requests that failed.
+        self.num_held = 0
+        self.num_failures = 0
+
+    def infer(self, observation: Mapping[str, Any]) -> dict[str, Any]:
+        self._num_calls += 1
+        self._take_answer()
+        if self._plan is None:
+            result = self._worker.submit(self._policy.infer, observation).result()
+            self._plan = _Plan(result, _chunk(result), step=0)
+        elif self._request is None:
+            half = max(1, len(self._plan.actions) // 2)
+            steps = _executed_steps(self._plan.actions, self._execute_horizon, default=half)
+            if self._plan.step >= steps:
+                self._request = self._ask(observation, self._plan)
+        return self._next_action(self._plan)
+
+    def reset(self) -> None:
+        """Forget the chunk, and the one being computed: a new episode begins."""
+        if self._request is not None:
+            self._request.answer.cancel()
+        self._plan = self._request = None
+        # In the worker, so that the policy never does two things at once.
+        self._worker.submit(_reset, self._policy).result()
+
+    def _ask(self, observation: Mapping[str, Any], plan: _Plan) -> _Request:
+        # A robot may reuse its buffers while this request is still being packed.
+        request = self._prepare(_copied(observation), plan)
+        answer = self._worker.submit(self._policy.infer, request)
+        return _Request(answer, step=plan.step, call=self._num_calls)
+
+    def _prepare(self, observation: Mapping[str, Any], plan: _Plan) -> Mapping[str, Any]:  # noqa: ARG002
+        """Return what to send while a plan is executed."""
+        return observation
+
+    def _take_answer(self) -> None:
+        """Switch to the next chunk if it has arrived."""
+        request, plan = self._request, self._plan
+        if request is None or plan is None or not request.answer.done():
+            return
+        self._request = None
+        try:
+            result = request.answer.result()
+        except TRANSIENT as error:
+            self.num_failures += 1
+            if len(plan.ahead) == 0:
+                raise
+            logger.warning("No new chunk (%d actions are left): %s", len(plan.ahead), error)
+            return
+        self._plan = _Plan(result, _chunk(result), step=plan.step - request.step)
+        self._measure(request)
+
+    def _measure(self, request: _Request) -> None:
+        """Called when the answer to a request is taken."""
+
+    def _next_action(self, plan: _Plan) -> dict[str, Any]:
+        if len(plan.ahead) > 0:
+            plan.step += 1
+            return _one_step(plan.result, plan.step - 1)
+        self.num_held += 1
+        if self._when_exhausted == "raise":
+            raise ChunkExhausted(
+                f"All {len(plan.actions)} actions are executed and the next chunk has not arrived. "
+                "Ask earlier (a smaller execute_horizon), or slow down."
+            )
+        return {**_one_step(plan.result, len(plan.actions) - 1), "held": True}
+
+
+class RealTimeBroker(AsyncChunkBroker):
+    """Real-time chunking: the next chunk continues what is executed while it is computed.
+
+    Each request carries `rtc`: the actions still ahead (`previous_chunk`, beginning with this
+    step's), how many of them will be executed before the answer arrives (`delay`), and how many
+    steps of the chunk are past (`execute_horizon`). A policy that supports it makes the next chunk
+    agree: in its first `delay` actions fully, in the following ones less and less.
+
+    The delay is estimated as the largest of the last `delay_window` measured ones, or their
+    `delay_quantile`. Before there are any it is `initial_delay`: by default all that is ahead.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        execute_horizon: int | None = None,
+        *,
+        initial_delay: int | None = None,
+        delay_window: int = 10,
+        delay_quantile: float = 1.0,
+        when_exhausted: Literal["hold", "raise"] = "hold",
+    ) -> None:
+        if delay_window < 1 or not 0 <= delay_quantile <= 1:
+            raise ValueError(
+                f"delay_window is 1 or more and delay_quantile within 0 … 1; found {delay_window} "
+                f"and {delay_quantile}."
+            )
+        super().__init__(policy, execute_horizon, when_exhausted=when_exhausted)
+        self._initial_delay = initial_delay
+        self._quantile = delay_quantile
+        self._delays: collections.deque[int] = collections.deque(maxlen=delay_window)
+
+    @property
+    def delay(self) -> int | None:
+        """Control steps that a request is expected to take; None before it is known."""
+        if not self._delays:
+            return self._initial_delay
+        ordered = sorted(self._delays)
+        return ordered[max(0, math.ceil(self._quantile * len(ordered)) - 1)]
+
+    def _prepare(self, observation: Mapping[str, Any], plan: _Plan) -> Mapping[str, Any]:
+        ahead = plan.ahead
+        if len(ahead) == 0:
+            return observation
+        delay = len(ahead) if self.delay is None else min(self.delay, len(ahead))
+        rtc = {"previous_chunk": ahead, "delay": delay, "execute_horizon": plan.step}
+        return {**observation, "rtc": rtc}
+
+    def _measure(self, request: _Request) -> None:
+        self._delays.append(self._num_calls - request.call)
+
+
+class Worker:
+    """A background thread that makes one call after another, in the order of submission.
+
+    Unlike an executor's, the thread is a daemon: a request that a dead server will not answer must
+    not delay the end of the program. The thread ends with this object.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        weakref.finalize(self, self._calls.put, None)
+
+    def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_make_calls, args=(self._calls,), name=self._name, daemon=True
+            )
+            self._thread.start()
+        future: Future[T] = Future()
+        self._calls.put((future, function, args))
+        return future
+
+
+_Call = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
+
+
+def _make_calls(calls: queue.SimpleQueue[_Call | None]) -> None:
+    while (call := calls.get()) is not None:
+        future, function, args = call
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(function(*args))
+            except BaseException as error:
+                future.set_exception(error)
+        # Nothing of a finished call stays alive while waiting for the next.
+        del call, future, function, args
+
+
+def _chunk(result: Mapping[str, Any]) -> np.ndarray:
+    """Return the chunk (horizon, dim) of a policy's result; raise if it must not be executed."""
     if "actions" not in result:
         raise ValueError(f"The policy's result has no 'actions'; found {sorted(result)}.")
     actions = np.asarray(result["actions"])
@@ -105,16 +341,16 @@ def chunk_of(result: Mapping[str, Any]) -> np.ndarray:
     return actions
 
 
-def checked_horizon(execute_horizon: int | None) -> int | None:
+def _checked_horizon(execute_horizon: int | None) -> int | None:
     if execute_horizon is not None and execute_horizon < 1:
         raise ValueError(f"execute_horizon is 1 or more; found {execute_horizon}.")
     return execute_horizon
 
 
-def executed_steps(chunk: np.ndarray, execute_horizon: int | None) -> int:
-    """How many of a chunk's steps to execute before asking again."""
+def _executed_steps(chunk: np.ndarray, execute_horizon: int | None, *, default: int) -> int:
+    """Return how many of a chunk's steps to execute before asking again."""
     if execute_horizon is None:
-        return len(chunk)
+        return default
     if execute_horizon > len(chunk):
         raise ValueError(
             f"execute_horizon is {execute_horizon}, but the policy's chunks have {len(chunk)} "
@@ -123,13 +359,18 @@ def executed_steps(chunk: np.ndarray, execute_horizon: int | None) -> int:
     return execute_horizon
 
 
-def one_step(result: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """A chunk's step, and whatever else the policy said; the action is the caller's own."""
-    action = np.array(result["actions"][step])
-    return {**result, "actions": action, "chunk_step": step}
+def _one_step(result: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """Return one action of a chunk, as a copy, with everything else in the policy's result."""
+    return {**result, "actions": np.array(result["actions"][step]), "chunk_step": step}
 
 
-def reset_policy(policy: Any) -> None:
+def _reset(policy: Any) -> None:
     reset = getattr(policy, "reset", None)
     if reset is not None:
         reset()
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _copied(part) for key, part in value.items()}
+    return value.copy() if isinstance(value, np.ndarray) else value

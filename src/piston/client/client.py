@@ -1,37 +1,60 @@
 """The client: asks a policy server for actions, whatever happens to the connection.
 
 It waits for a server that is not up yet, reconnects to one that went away, gives up in time, and
-never takes a late reply for the answer to a newer request. It knows nothing of robots or chunks;
-`brokers` and `runtime` do.
+never takes a late reply for the answer to a newer request. Piston's servers number their replies
+(`request_id`), so a late one is recognised and skipped. Other servers speak openpi's protocol
+without numbers: after a reply that did not come in time, the connection is replaced.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import random
+import socket
 import ssl
+import struct
+import sys
 import threading
 import time
 import urllib.parse
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
-from piston.client.codec import pack
-from piston.client.connection import Connection, Refused
-from piston.client.errors import ConnectionLost, ReplyTimeout
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
+from websockets.frames import CloseCode
+from websockets.sync.client import ClientConnection, connect
+
+from piston.client.codec import pack, unpack
+from piston.client.errors import (
+    BUSY,
+    ConnectionLost,
+    ProtocolError,
+    ReplyTimeout,
+    ServerBusy,
+    ServerError,
+    shortened,
+)
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_PORT = 8000
 _FIRST_DELAY, _LONGEST_DELAY = 0.05, 2.0
 _SECONDS_BETWEEN_LOGS = 10.0
+# For the closing handshake, and for one attempt to reach a machine.
+_CLOSE_SECONDS, _HANDSHAKE_SECONDS = 1.0, 5.0
+# Unanswered requests in a row after which even a connection with numbers is replaced.
+_MAX_UNANSWERED = 2
+
+
+class _Refused(ConnectionLost):
+    """Connecting again will not help."""
 
 
 class Client:
-    """A served policy, used as if it were here: `Client("robot-server").infer(observation)`.
+    """A served policy, used as if it were local: `Client("robot-server").infer(observation)`.
 
     Nothing is connected before the first use. Safe to use from several threads: one request at a
     time. `timeout` bounds one `infer` altogether, reconnecting included; `connect_timeout` bounds
@@ -60,25 +83,32 @@ class Client:
         self._connect_timeout = connect_timeout
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._connection: Connection | None = None
         self._metadata: dict[str, Any] | None = None
-        self._numbers = itertools.count(1)
+        self._request_ids = itertools.count(1)
+        # The connection, None before the first use and after it broke.
+        self._websocket: ClientConnection | None = None
+        self._num_unanswered = 0
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What the server said of its policy, e.g. `reset_pose`; connects where needed."""
+        """What the server says of its policy, e.g. `reset_pose`; connects if needed."""
         if self._metadata is None:
             self.connect()
         assert self._metadata is not None
         return self._metadata
 
+    @property
+    def _has_numbers(self) -> bool:
+        """Whether the server is one of Piston's, which number their replies."""
+        return self._metadata is not None and isinstance(self._metadata.get("piston"), Mapping)
+
     def connect(self) -> None:
-        """Wait for the server, `connect_timeout` at most. `infer` does this by itself."""
+        """Wait for the server, at most `connect_timeout`. `infer` does this by itself."""
         with self._lock:
             self._connected(time.monotonic() + self._connect_timeout)
 
     def infer(self, observation: Mapping[str, Any]) -> dict[str, Any]:
-        """The server's reply, with `actions` (horizon, dim).
+        """Return the server's reply, with `actions` (horizon, dim).
 
         Raises ServerError (this request was refused), ServerBusy, ReplyTimeout, ConnectionLost.
         After each of them the next call works as soon as the server does.
@@ -90,84 +120,116 @@ class Client:
         try:
             if not acquired or time.monotonic() >= deadline:
                 raise ReplyTimeout(f"Another thread's request took all of {self._timeout} s.")
-            return self._infer(observation, deadline)
+            websocket = self._connected(deadline)
+            try:
+                return self._ask(websocket, observation, deadline)
+            except ReplyTimeout:
+                raise
+            except ConnectionLost as error:
+                # Asking twice does no harm, and most often the server has only been restarted.
+                logger.warning("%s Asking again.", error)
+                return self._ask(self._connected(deadline), observation, deadline)
         finally:
             if acquired:
                 self._lock.release()
 
-    def _infer(self, observation: Mapping[str, Any], deadline: float) -> dict[str, Any]:
-        connection = self._connected(deadline)
-        try:
-            return self._ask(connection, observation, deadline)
-        except ReplyTimeout:
-            raise
-        except ConnectionLost as error:
-            # Asking twice does no harm, and most often the server has only been restarted.
-            logger.warning("%s Asking again.", error)
-            return self._ask(self._connected(deadline), observation, deadline)
-
-    def _ask(
-        self, connection: Connection, observation: Mapping[str, Any], deadline: float
-    ) -> dict[str, Any]:
-        if "rtc" in observation and not connection.is_numbered:
-            raise ValueError(
-                f"{self.uri} is no Piston server: it knows no real-time chunking and would ignore "
-                "it. Use AsyncChunkBroker."
-            )
-        return connection.ask(observation, next(self._numbers), deadline)
-
     def reset(self) -> None:
-        """A served policy keeps nothing between requests; here so that a client stands for one."""
+        """Do nothing: a served policy keeps no state between requests."""
 
     def close(self) -> None:
         """Hang up; a request under way in another thread ends with ConnectionLost."""
         self._closed.set()
-        connection = self._connection
-        if connection is None:
+        websocket = self._websocket
+        if websocket is None:
             return
         if self._lock.acquire(blocking=False):
-            connection.close()
+            self._websocket = None
+            websocket.close()
             self._lock.release()
         else:
-            connection.drop()
+            _hang_up(websocket)
 
     def __enter__(self) -> Self:
         self.connect()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _connected(self, deadline: float) -> Connection:
-        """The connection, opened again where it broke. Call with the lock held."""
-        if self._connection is None or not self._connection.is_usable:
-            self._connection = self._open(deadline)
-            self._accept(self._connection.metadata)
-        # After opening: `close` may have come in between, and saw only the old connection.
-        if self._closed.is_set():
-            self._connection.drop()
-            raise ConnectionLost("The client was closed.")
-        return self._connection
+    # One request.
 
-    def _open(self, deadline: float) -> Connection:
+    def _ask(
+        self, websocket: ClientConnection, observation: Mapping[str, Any], deadline: float
+    ) -> dict[str, Any]:
+        if "rtc" in observation and not self._has_numbers:
+            raise ValueError(
+                f"{self.uri} is no Piston server: it does not support real-time chunking and would "
+                "ignore it. Use AsyncChunkBroker."
+            )
+        number = next(self._request_ids)
+        message = pack({**observation, "request_id": number} if self._has_numbers else observation)
+        try:
+            websocket.send(message)
+            while True:
+                reply = self._receive(websocket, deadline)
+                if not self._has_numbers or _is_reply_to(number, reply):
+                    return _successful(reply)
+        except ConnectionClosed as error:
+            self._drop()
+            if error.rcvd is not None and error.rcvd.code == CloseCode.MESSAGE_TOO_BIG:
+                raise ServerError(
+                    f"The request of {len(message)} bytes is too large: {error.rcvd.reason}. Send "
+                    "smaller images, or start the server with a larger --max-message-bytes."
+                ) from error
+            if time.monotonic() >= deadline:
+                raise ReplyTimeout("The server did not take the request in time.") from error
+            raise ConnectionLost(f"The connection broke: {error}.") from error
+        except ProtocolError:
+            self._drop()
+            raise
+
+    def _receive(self, websocket: ClientConnection, deadline: float) -> dict[str, Any]:
+        try:
+            message = websocket.recv(timeout=max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            self._num_unanswered += 1
+            if not self._has_numbers or self._num_unanswered >= _MAX_UNANSWERED:
+                self._drop()
+            raise ReplyTimeout("The server did not reply in time.") from None
+        self._num_unanswered = 0
+        if isinstance(message, str):
+            # An openpi server reports an error as text, then closes.
+            if not self._has_numbers:
+                self._drop()
+            raise ServerError(message)
+        reply = unpack(message, writable=True)
+        if not isinstance(reply, dict):
+            raise ProtocolError(f"A reply is a dictionary; found {shortened(reply)}.")
+        return reply
+
+    # The connection. Call these with the lock held.
+
+    def _connected(self, deadline: float) -> ClientConnection:
+        """Return the connection, opened again if it broke."""
         if self._closed.is_set():
             raise ConnectionLost("The client was closed.")
+        if self._websocket is None:
+            self._websocket = self._open(deadline)
+            self._num_unanswered = 0
+        # After opening: `close` may have been called meanwhile, and saw no connection.
+        if self._closed.is_set():
+            _hang_up(self._websocket)
+            raise ConnectionLost("The client was closed.")
+        return self._websocket
+
+    def _open(self, deadline: float) -> ClientConnection:
+        """Connect and read the metadata, again and again until the deadline."""
         started = last_log = time.monotonic()
         for attempt, delay in enumerate(_delays()):
             try:
-                connection = Connection.open(
-                    self.uri,
-                    headers=self._headers,
-                    tls=self._tls,
-                    send_timeout=self._timeout,
-                    deadline=deadline,
-                )
-            except Refused:
+                websocket, metadata = self._try_to_open(deadline)
+                break
+            except _Refused:
                 raise
             except OSError as error:
                 now = time.monotonic()
@@ -178,19 +240,33 @@ class Client:
                     logger.info("Waiting for the policy server at %s: %s", self.uri, error)
                     last_log = now
                 self._closed.wait(delay)
-            else:
-                logger.info("Connected to the policy server at %s.", self.uri)
-                return connection
-        raise AssertionError("the delays never end")
-
-    def _accept(self, metadata: dict[str, Any]) -> None:
+        logger.info("Connected to the policy server at %s.", self.uri)
         if self._metadata is not None and pack(metadata) != pack(self._metadata):
             logger.warning("The server at %s came back with other metadata.", self.uri)
         self._metadata = metadata
+        return websocket
+
+    def _try_to_open(self, deadline: float) -> tuple[ClientConnection, dict[str, Any]]:
+        """A server that warms up accepts the connection and sends its metadata when it is ready, so
+        that wait may be long; a machine that is off does not answer at all, so that one may not.
+        """
+        handshake = min(deadline, time.monotonic() + _HANDSHAKE_SECONDS)
+        websocket = _open_websocket(self.uri, self._headers, self._tls, handshake)
+        try:
+            _limit_sending(websocket.socket, self._timeout)
+            return websocket, _read_metadata(websocket, self.uri, deadline)
+        except BaseException:
+            _hang_up(websocket)
+            raise
+
+    def _drop(self) -> None:
+        if self._websocket is not None:
+            _hang_up(self._websocket)
+        self._websocket = None
 
 
 def make_uri(host: str, port: int | None) -> str:
-    """`ws://host:port` from a name, an address, `name:port`, or a location with its scheme."""
+    """Return `ws://host:port` for a name, an address, `name:port`, or a whole location."""
     if "://" not in host:
         is_bare_ipv6 = host.count(":") > 1 and not host.startswith("[")
         location = f"ws://[{host}]" if is_bare_ipv6 else f"ws://{host}"
@@ -219,8 +295,99 @@ def _tls_context(uri: str, ca_file: str | Path | None) -> ssl.SSLContext | None:
 
 
 def _delays() -> Iterator[float]:
-    """Doubling, with some chance in it so that many robots do not come back all at once."""
+    """Doubling delays, randomised so that many robots do not come back at the same moment."""
     delay = _FIRST_DELAY
     while True:
         yield delay * random.uniform(0.7, 1.3)
         delay = min(2 * delay, _LONGEST_DELAY)
+
+
+def _open_websocket(
+    uri: str, headers: Mapping[str, str], tls: ssl.SSLContext | None, deadline: float
+) -> ClientConnection:
+    try:
+        opening = connect(
+            uri,
+            additional_headers=dict(headers),
+            ssl=tls,
+            compression=None,
+            max_size=None,
+            open_timeout=max(0.01, deadline - time.monotonic()),
+            close_timeout=_CLOSE_SECONDS,
+            # A server that computes without answering pings is slow, not dead; `timeout` decides.
+            ping_interval=None,
+        )
+        return opening.__enter__()
+    except InvalidStatus as error:
+        raise _refusal(uri, error.response.status_code) from error
+    except ssl.SSLCertVerificationError as error:
+        raise _Refused(
+            f"{uri} has a certificate that is not trusted: {error.verify_message}. Give the "
+            "authority's certificate as ca_file."
+        ) from error
+    except InvalidHandshake as error:
+        raise ConnectionLost(f"{uri} does not answer as a policy server: {error}.") from error
+    except (EOFError, ConnectionClosed) as error:
+        raise ConnectionLost(f"{uri} hung up at once.") from error
+
+
+def _refusal(uri: str, status: int) -> ConnectionLost:
+    if status in (401, 403):
+        return _Refused(f"{uri} refused the API key (HTTP {status}). Give the server's as api_key.")
+    if status >= 500:
+        return ConnectionLost(f"{uri} is not ready (HTTP {status}).")
+    return _Refused(f"{uri} is no policy server: it answered HTTP {status}.")
+
+
+def _read_metadata(websocket: ClientConnection, uri: str, deadline: float) -> dict[str, Any]:
+    try:
+        message = websocket.recv(timeout=max(0.0, deadline - time.monotonic()))
+    except TimeoutError:
+        raise ConnectionLost(f"{uri} accepted the connection, but sends nothing.") from None
+    except ConnectionClosed as error:
+        raise ConnectionLost(f"{uri} hung up: {error}.") from error
+    if isinstance(message, str):
+        raise ConnectionLost(f"{uri} refused the connection: {shortened(message)}")
+    try:
+        metadata = unpack(message, writable=True)
+    except ProtocolError as error:
+        raise _Refused(f"{uri} is no policy server: {error}") from error
+    if not isinstance(metadata, dict):
+        raise _Refused(f"{uri} sent {shortened(metadata)} as its metadata, not a dictionary.")
+    return metadata
+
+
+def _is_reply_to(number: int, reply: dict[str, Any]) -> bool:
+    found = reply.pop("request_id", None)
+    if not isinstance(found, int) or found > number:
+        raise ProtocolError(
+            f"A reply to request {shortened(found)} came; {number} was the last one sent."
+        )
+    if found < number:
+        logger.warning("Skipped the late reply to request %d; waiting for %d.", found, number)
+    return found == number
+
+
+def _successful(reply: dict[str, Any]) -> dict[str, Any]:
+    error = reply.get("error")
+    if not isinstance(error, Mapping):
+        return reply
+    kind = ServerBusy if error.get("type") == BUSY else ServerError
+    raise kind(str(error.get("message", "The server gave no reason.")))
+
+
+def _limit_sending(sock: socket.socket, seconds: float) -> None:
+    """A server that reads no more would otherwise block `send` for a quarter of an hour."""
+    if sys.platform == "win32":
+        value = struct.pack("@L", max(1, int(seconds * 1e3)))
+    else:
+        value = struct.pack("@ll", int(seconds), max(1, int(seconds % 1 * 1e6)))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+    # A request is one message; waiting to fill a packet only adds delay.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _hang_up(websocket: ClientConnection) -> None:
+    """Close the connection without a handshake; wakes a thread that waits for a reply."""
+    with contextlib.suppress(OSError):  # closed already
+        websocket.socket.shutdown(socket.SHUT_RDWR)

@@ -1,22 +1,36 @@
 """The wire format: openpi's msgpack with NumPy arrays, byte for byte.
 
-`pack` uses the msgpack library. `unpack` reads the bytes itself, because what arrives is not to be
-trusted: every length is checked against the bytes that are there before anything is allocated, the
-nesting and the number of values are bounded, and arrays are views of the message, not copies.
-Nothing is ever unpickled. This module knows nothing of observations, policies or sockets.
+    array     {b"__ndarray__": True, b"data": bytes, b"dtype": "<f4", b"shape": [2, 3]}
+    scalar    {b"__npgeneric__": True, b"data": number, b"dtype": "<f4"}
+
+`msgpack` does the parsing, within its own limits. What it returns is checked: the number of values
+and their nesting are bounded, a dtype is one of a few plain kinds, and the data of an array has the
+size that its shape and dtype require. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import struct
+import functools
+import math
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import msgpack
+import numpy as np
 
-from piston.client.arrays import ARRAY, SCALAR, read_array, read_scalar, to_message
 from piston.client.errors import ProtocolError, shortened
+
+_ARRAY, _SCALAR = b"__ndarray__", b"__npgeneric__"
+_ARRAY_KEYS = frozenset([_ARRAY, b"data", b"dtype", b"shape"])
+_SCALAR_KEYS = frozenset([_SCALAR, b"data", b"dtype"])
+# What dtype.str gives for bool, integers, floats, bytes and text; no objects, records or dates.
+_DTYPE = re.compile(r"\|b1|\|[iu]1|[<>][iu][248]|[<>]f[248]|\|S[1-9]\d{0,8}|[<>]U[1-9]\d{0,8}")
+_DTYPES_IN_WORDS = "bool, integers, floats of 16 to 64 bits, and fixed-length text"
+_MAX_AXES = 32  # NumPy 1 supports no more.
+_LAST_CODE_POINT = 0x10FFFF
+_CONTAINERS = (dict, list)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +49,11 @@ DEFAULT_LIMITS = Limits()
 
 
 def pack(value: Any) -> bytes:
-    """`value` (dictionaries, lists, arrays, text, numbers) as one message."""
+    """Return `value` (dictionaries, lists, arrays, text, numbers) as one message."""
     try:
-        return bytes(msgpack.packb(value, default=to_message))
+        return bytes(msgpack.packb(value, default=_to_map))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise ProtocolError(_explain(value, error)) from error
+        raise ProtocolError(_describe_unpackable(value, error)) from error
 
 
 def unpack(
@@ -48,183 +62,214 @@ def unpack(
     limits: Limits = DEFAULT_LIMITS,
     writable: bool = False,
 ) -> Any:
-    """The value in a message; arrays are read-only views of `data` unless `writable`.
+    """Return the value in a message, or raise ProtocolError. Arrays are read-only by default.
 
     Tuples come back as lists and arrays in the machine's own byte order.
     """
-    reader = _Reader(data, limits, writable)
-    value = reader.value(0)
-    reader.expect_end()
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise ProtocolError(f"A message consists of bytes; found {type(data).__name__}.")
+    if len(data) > limits.max_bytes:
+        raise ProtocolError(
+            f"The message has {len(data)} bytes; at most {limits.max_bytes} are allowed."
+        )
+    builder = _Builder(limits, writable)
+    try:
+        value = msgpack.unpackb(
+            data,
+            object_pairs_hook=builder.map,
+            list_hook=builder.list,
+            ext_hook=_refuse_extension,
+            # Lists are allocated when their length is read, before any of their values.
+            max_array_len=limits.max_values,
+            max_map_len=limits.max_values,
+            max_ext_len=0,
+        )
+    except ProtocolError:
+        raise
+    except msgpack.StackError:
+        raise _too_deep(limits) from None
+    except ValueError as error:
+        raise ProtocolError(_describe_malformed(error, limits)) from error
+    _check_depth(value, limits)
     return value
 
 
-def _explain(value: Any, error: Exception) -> str:
-    """msgpack's errors do not say where; look for the first value that fails on its own."""
+class _Builder:
+    """Receives the maps and lists of one message from msgpack, innermost first."""
+
+    def __init__(self, limits: Limits, writable: bool) -> None:
+        self._limits = limits
+        self._writable = writable
+        self._num_values = 0
+
+    def map(self, pairs: list[tuple[str | bytes, Any]]) -> Any:
+        self._count(len(pairs))
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ProtocolError(f"A map has the same key twice; its keys are {_keys(found)}.")
+        if _ARRAY in found:
+            return _read_array(found, writable=self._writable)
+        if _SCALAR in found:
+            return _read_scalar(found)
+        return found
+
+    def list(self, values: list[Any]) -> list[Any]:
+        self._count(len(values))
+        return values
+
+    def _count(self, count: int) -> None:
+        self._num_values += count
+        if self._num_values > self._limits.max_values:
+            raise _too_many_values(self._limits)
+
+
+def _refuse_extension(code: int, data: bytes) -> NoReturn:  # noqa: ARG001 (msgpack's signature)
+    raise ProtocolError(f"The message contains the extension type {code}; none is allowed.")
+
+
+def _too_many_values(limits: Limits) -> ProtocolError:
+    return ProtocolError(
+        f"The message has more than {limits.max_values} values. Send numbers as an array."
+    )
+
+
+def _too_deep(limits: Limits) -> ProtocolError:
+    return ProtocolError(f"The message is nested deeper than {limits.max_depth} levels.")
+
+
+def _describe_malformed(error: ValueError, limits: Limits) -> str:
+    if isinstance(error, msgpack.ExtraData):
+        return f"The message has {len(error.extra)} bytes after its end."
+    text = str(error)
+    if "incomplete" in text:
+        return "The message is cut off."
+    if "max_array_len" in text or "max_map_len" in text:
+        return f"{_too_many_values(limits)} (A length is too large: {text}.)"
+    return f"The message is not valid msgpack: {text or 'it contains an undefined type code'}."
+
+
+def _check_depth(value: Any, limits: Limits) -> None:
+    containers = [value] if isinstance(value, _CONTAINERS) else []
+    depth = 0
+    while containers:
+        depth += 1
+        if depth > limits.max_depth:
+            raise _too_deep(limits)
+        containers = [
+            part
+            for container in containers
+            for part in (container.values() if isinstance(container, dict) else container)
+            if isinstance(part, _CONTAINERS)
+        ]
+
+
+def _to_map(value: Any) -> dict[bytes, Any]:
+    """Return the map that carries an array or a NumPy scalar; msgpack calls this when packing."""
+    if not isinstance(value, np.ndarray | np.generic):
+        kind = "an integer of more than 64 bits" if isinstance(value, int) else type(value).__name__
+        raise TypeError(f"{kind} cannot be sent")
+    dtype = value.dtype.str
+    if not _DTYPE.fullmatch(dtype):
+        raise TypeError(f"arrays of {value.dtype} cannot be sent; only {_DTYPES_IN_WORDS}")
+    if isinstance(value, np.generic):
+        return {_SCALAR: True, b"data": value.item(), b"dtype": dtype}
+    # A memoryview of the array's bytes in C order, copied only where they lie in another order.
+    flat = np.ascontiguousarray(value).reshape(-1)
+    data = flat.view(np.uint8).data if value.size else b""
+    return {_ARRAY: True, b"data": data, b"dtype": dtype, b"shape": value.shape}
+
+
+def _read_dtype(found: Mapping[Any, Any], expected: frozenset[bytes]) -> np.dtype:
+    if found.keys() != expected:
+        raise ProtocolError(f"An array has the keys {_keys(found)}; expected {_keys(expected)}.")
+    text = found[b"dtype"]
+    dtype = _dtype(text) if isinstance(text, str) else None
+    if dtype is None:
+        raise ProtocolError(
+            f"An array has the dtype {shortened(text)}; allowed are {_DTYPES_IN_WORDS}."
+        )
+    return dtype
+
+
+@functools.lru_cache(maxsize=64)
+def _dtype(text: str) -> np.dtype | None:
+    return np.dtype(text) if _DTYPE.fullmatch(text) else None
+
+
+def _read_array(found: Mapping[Any, Any], *, writable: bool) -> np.ndarray:
+    dtype = _read_dtype(found, _ARRAY_KEYS)
+    data, shape = found[b"data"], found[b"shape"]
+    if not isinstance(data, bytes):
+        raise ProtocolError(f"The data of an array is binary; found {type(data).__name__}.")
+    _check_shape(shape, dtype, len(data))
+    if data and dtype.kind == "b" and np.frombuffer(data, np.uint8).max() > 1:
+        raise ProtocolError("An array of bool contains bytes other than 0 and 1.")
+    if data and dtype.kind == "U":
+        points = np.frombuffer(data, dtype.byteorder + "u4")
+        if points.max() > _LAST_CODE_POINT:
+            raise ProtocolError("An array of text contains numbers that are not characters.")
+    # A view of the bytes that msgpack has read; copied only to be writable or in native order.
+    array: np.ndarray = np.ndarray(shape, dtype, data)
+    return array.astype(dtype.newbyteorder("=")) if writable or not dtype.isnative else array
+
+
+def _check_shape(shape: Any, dtype: np.dtype, num_bytes: int) -> None:
+    if not isinstance(shape, list) or any(type(axis) is not int or axis < 0 for axis in shape):
+        raise ProtocolError(f"The shape of an array is a list of sizes; found {shortened(shape)}.")
+    if len(shape) > _MAX_AXES:
+        raise ProtocolError(f"An array has {len(shape)} axes; at most {_MAX_AXES} are allowed.")
+    expected = math.prod(shape) * dtype.itemsize
+    if expected != num_bytes:
+        raise ProtocolError(
+            f"An array of shape {shortened(tuple(shape))} and dtype {dtype.str} has {expected} "
+            f"bytes; found {num_bytes}."
+        )
+    # The axes of an empty array are not bounded by the number of its bytes.
+    if max(shape, default=0) >= 2**31:
+        raise ProtocolError(f"The array's shape {shortened(tuple(shape))} is too large.")
+
+
+def _read_scalar(found: Mapping[Any, Any]) -> np.generic:
+    dtype = _read_dtype(found, _SCALAR_KEYS)
+    value = found[b"data"]
+    if not _fits(value, dtype):
+        raise ProtocolError(f"A scalar of dtype {dtype.str} cannot be {shortened(value)}.")
+    return dtype.type(value)
+
+
+def _fits(value: Any, dtype: np.dtype) -> bool:
+    if dtype.kind == "b":
+        return type(value) is bool
+    if dtype.kind in "iu":
+        return type(value) is int and np.iinfo(dtype).min <= value <= np.iinfo(dtype).max
+    if dtype.kind != "f" or type(value) not in (int, float):
+        return False
+    with np.errstate(over="ignore"):
+        return not math.isfinite(value) or bool(np.isfinite(dtype.type(value)))
+
+
+def _keys(keys: Any) -> str:
+    return shortened(sorted(keys, key=str))
+
+
+def _describe_unpackable(value: Any, error: Exception) -> str:
+    """msgpack's errors do not say where: find the first part that fails on its own."""
     if isinstance(error, RecursionError) or "recursion" in str(error):
         return "The message is nested too deeply, or contains itself."
     path = ""
-    while True:
-        step = _failing_part(value)
-        if step is None:
-            break
-        key, value = step
+    while (part := _failing_part(value)) is not None:
+        key, value = part
         path += f"[{shortened(key)}]"
     hint = " Convert a tensor with .numpy() first." if hasattr(value, "numpy") else ""
     return f"The value{' at ' + path if path else ''} cannot be sent: {error}.{hint}"
 
 
 def _failing_part(value: Any) -> tuple[Any, Any] | None:
-    if isinstance(value, Mapping):
-        parts = list(value.items())
-    elif isinstance(value, list | tuple):
-        parts = list(enumerate(value))
-    else:
-        return None
+    is_sequence = isinstance(value, list | tuple)
+    parts = enumerate(value) if is_sequence else value.items() if isinstance(value, dict) else ()
     for key, part in parts:
         try:
-            msgpack.packb(part, default=to_message)
+            msgpack.packb(part, default=_to_map)
         except (TypeError, ValueError, OverflowError):
             return key, part
     return None
-
-
-class _Reader:
-    """One pass over a message, from the first byte to the last."""
-
-    def __init__(
-        self, data: bytes | bytearray | memoryview, limits: Limits, writable: bool
-    ) -> None:
-        if not isinstance(data, bytes | bytearray | memoryview):
-            raise ProtocolError(f"A message is bytes; found {type(data).__name__}.")
-        self._data = memoryview(data).cast("B")
-        self._size = len(self._data)
-        if self._size > limits.max_bytes:
-            raise ProtocolError(
-                f"A message of {self._size} bytes; at most {limits.max_bytes} are allowed."
-            )
-        self._position = 0
-        self._values_left = limits.max_values
-        self._limits = limits
-        self._writable = writable
-
-    def expect_end(self) -> None:
-        if self._position < self._size:
-            raise ProtocolError(
-                f"The message ends at byte {self._position}, but {self._size - self._position} "
-                "more follow."
-            )
-
-    def value(self, depth: int, view: bool = False) -> Any:
-        """The next value. With `view` binary data stays a view of the message."""
-        start = self._position
-        if start >= self._size:
-            raise self._cut_off(1)
-        code = self._data[start]
-        self._position = start + 1
-        # The likeliest first: short text and small numbers.
-        if 0xA0 <= code < 0xC0:
-            return self._text(code & 0x1F)
-        if code < 0x80:
-            return code
-        if code < 0x90:
-            return self._map(code & 0x0F, depth)
-        if code < 0xA0:
-            return self._list(code & 0x0F, depth)
-        if code >= 0xE0:
-            return code - 0x100
-        if code in _CONSTANTS:
-            return _CONSTANTS[code]
-        if code in _NUMBERS:
-            return self._number(_NUMBERS[code])
-        if code not in _SIZED:
-            raise ProtocolError(f"Byte 0x{code:02x} at {start} begins no value that is allowed.")
-        kind, form = _SIZED[code]
-        size = self._number(form)
-        if kind == "binary":
-            data = self._take(size)
-            return data if view else bytes(data)
-        if kind == "text":
-            return self._text(size)
-        return self._list(size, depth) if kind == "list" else self._map(size, depth)
-
-    def _take(self, count: int) -> memoryview:
-        start = self._position
-        end = start + count
-        if end > self._size:
-            raise self._cut_off(count)
-        self._position = end
-        return self._data[start:end]
-
-    def _number(self, form: struct.Struct) -> Any:
-        start = self._position
-        end = start + form.size
-        if end > self._size:
-            raise self._cut_off(form.size)
-        self._position = end
-        return form.unpack_from(self._data, start)[0]
-
-    def _text(self, count: int) -> str:
-        try:
-            return str(self._take(count), "utf-8")
-        except UnicodeDecodeError as error:
-            raise ProtocolError(f"Text at byte {self._position - count} is not UTF-8.") from error
-
-    def _cut_off(self, count: int) -> ProtocolError:
-        return ProtocolError(
-            f"The message is cut off: {count} bytes expected at byte {self._position}, "
-            f"{self._size - self._position} are left."
-        )
-
-    def _enter(self, count: int, depth: int, what: str) -> None:
-        """Refuse a list or map before anything is allocated for it."""
-        if depth >= self._limits.max_depth:
-            raise ProtocolError(f"Nested deeper than {self._limits.max_depth} levels.")
-        if count > self._size - self._position:
-            raise ProtocolError(
-                f"The message is cut off: a {what} of {count} at byte {self._position}, but only "
-                f"{self._size - self._position} bytes are left."
-            )
-        self._values_left -= count
-        if self._values_left < 0:
-            raise ProtocolError(
-                f"More than {self._limits.max_values} values. Send numbers as an array."
-            )
-
-    def _list(self, count: int, depth: int) -> list[Any]:
-        self._enter(count, depth, "list")
-        return [self.value(depth + 1) for _ in range(count)]
-
-    def _map(self, count: int, depth: int) -> Any:
-        self._enter(count, depth, "map")
-        result: dict[str | bytes, Any] = {}
-        for _ in range(count):
-            key = self.value(depth + 1)
-            if not isinstance(key, str | bytes):
-                raise ProtocolError(f"A key is text; found {shortened(key)}.")
-            if key in result:
-                raise ProtocolError(f"The key {shortened(key)} occurs twice in one map.")
-            result[key] = self.value(depth + 1, ARRAY in result)
-        if ARRAY in result:
-            return read_array(result, writable=self._writable)
-        if SCALAR in result:
-            return read_scalar(result)
-        return result
-
-
-_CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
-# First byte → the number that follows. Extensions (0xC7-0xC9, 0xD4-0xD8) are left out on purpose.
-_NUMBERS = {
-    code: struct.Struct(">" + form)
-    for code, form in zip(range(0xCA, 0xD4), ("f", "d", *"BHIQ", *"bhiq"))
-}
-# First byte → what follows, and how its size is written.
-_SIZED = {
-    code: (kind, struct.Struct(">" + form))
-    for kind, first, forms in (
-        ("binary", 0xC4, "BHI"),
-        ("text", 0xD9, "BHI"),
-        ("list", 0xDC, "HI"),
-        ("map", 0xDE, "HI"),
-    )
-    for code, form in enumerate(forms, start=first)
-}

@@ -1,8 +1,8 @@
 """The control loop: observe, ask the agent, act, at a fixed rate.
 
-The robot is served first. The agent is asked in a background thread and has most of a period to
-answer; where it does not, or the server is away, the last action is held and the loop goes on,
-until the agent answers or `max_hold` is over. It knows neither chunks nor sockets.
+The agent is asked in a background thread and has most of a period to answer. If it does not, or if
+the server is away, the last action is held and the loop goes on, until the agent answers or
+`max_hold` is over.
 """
 
 from __future__ import annotations
@@ -15,24 +15,81 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from piston.client.brokers import Worker
 from piston.client.errors import TRANSIENT
-from piston.client.interfaces import Agent, Environment, Hooks
-from piston.client.timing import EndedBy, Pacer, Record, Summary
-from piston.client.worker import Worker
+from piston.client.timing import EndedBy, Pacer, Summary
 
 logger = logging.getLogger(__name__)
 
 # The part of a period after which an answer is too late for its step; and the part that the agent
 # has at least, where the step began late itself.
 _ANSWER_BY, _AT_LEAST = 0.9, 0.5
-# How often a long wait looks whether it is to stop.
-_GLANCE_SECONDS = 0.1
+# How often a long wait checks whether it is to stop.
+_CHECK_SECONDS = 0.1
 
 SafeAction = Callable[[Mapping[str, Any], np.ndarray | None], np.ndarray]
+
+
+class Environment(Protocol):
+    """A robot, or a simulation of one."""
+
+    def reset(self) -> None:
+        """Begin an episode."""
+        ...
+
+    def get_observation(self) -> Mapping[str, Any]:
+        """In the robot's own keys, in arrays that are not used again for the next one."""
+        ...
+
+    def apply_action(self, action: np.ndarray, /) -> None:
+        """One action (dim,)."""
+        ...
+
+    def is_done(self) -> bool:
+        """Whether the episode is over."""
+        ...
+
+
+class Agent(Protocol):
+    """A broker: one action per call."""
+
+    def infer(self, observation: Mapping[str, Any], /) -> Mapping[str, Any]:
+        """A result with `actions` (dim,); `held` in it says that the agent had nothing new."""
+        ...
+
+    def reset(self) -> None: ...
+
+
+class Hooks:
+    """What to do besides: override what you need. Hooks run in the loop, so they must be quick."""
+
+    def on_start(self) -> None:
+        """Before the first episode."""
+
+    def on_episode_start(self, episode: int) -> None:
+        """After the environment and the agent are reset."""
+
+    def on_observation(self, step: int, observation: Mapping[str, Any]) -> None:
+        """Before the agent is asked."""
+
+    def on_action(self, step: int, action: np.ndarray, result: Mapping[str, Any] | None) -> None:
+        """After an action was applied; `result` is the agent's, None where the action was held."""
+
+    def on_hold(self, step: int, reason: str) -> None:
+        """The agent gave nothing new for this step."""
+
+    def on_overrun(self, step: int, seconds: float) -> None:
+        """The step took this much longer than a period."""
+
+    def on_episode_end(self, episode: int, ended_by: EndedBy) -> None:
+        """Also after an error."""
+
+    def on_end(self, summary: Summary) -> None:
+        """After the last episode, however it ended."""
 
 
 class Runtime:
@@ -69,8 +126,9 @@ class Runtime:
         self._worker = Worker("piston agent")
         # Plain, not an Event: a signal handler that takes an Event's lock may wait for itself.
         self._stop: EndedBy | None = None
-        self._record = Record()
+        self._summary = Summary()
         # Of the episode.
+        self._episode_begin: float | None = None
         self._pacer: Pacer | None = None
         self._last_action: np.ndarray | None = None
         self._pending: Future[Mapping[str, Any]] | None = None
@@ -82,34 +140,34 @@ class Runtime:
         self._stop = "stopped"
 
     def run(self) -> Summary:
-        """All episodes. An error of the agent that will not pass ends the run and is raised."""
+        """Run all episodes. An error of the agent that will not pass ends the run and is raised."""
         self._stop = None
-        self._record = Record()
-        ended_by: EndedBy = "error"
+        self._summary = Summary()
         with self._interruptible():
             try:
-                self._tell("on_start")
+                self._call_hooks("on_start")
                 for episode in range(self._num_episodes):
-                    ended_by = "error"
-                    ended_by = self._run_episode(episode)
-                    if ended_by not in ("done", "max_steps"):
+                    self._summary.ended_by = "error"
+                    self._summary.ended_by = self._run_episode(episode)
+                    if self._summary.ended_by not in ("done", "max_steps"):
                         break
             finally:
-                summary = self._record.summary(ended_by)
-                self._tell("on_end", summary)
-        return summary
+                self._call_hooks("on_end", self._summary)
+        return self._summary
 
     def _run_episode(self, episode: int) -> EndedBy:
         self._environment.reset()
         self._reset_agent()
-        self._pacer = self._last_action = self._hold_start = None
-        self._tell("on_episode_start", episode)
+        self._pacer = self._last_action = self._hold_start = self._episode_begin = None
+        self._call_hooks("on_episode_start", episode)
         ended_by: EndedBy = "error"
         try:
             ended_by = self._run_steps()
         finally:
-            self._record.end_episode()
-            self._tell("on_episode_end", episode, ended_by)
+            self._summary.num_episodes += 1
+            if self._episode_begin is not None:
+                self._summary.seconds += time.monotonic() - self._episode_begin
+            self._call_hooks("on_episode_end", episode, ended_by)
         return ended_by
 
     def _reset_agent(self) -> None:
@@ -136,10 +194,10 @@ class Runtime:
             step += 1
 
     def _run_step(self, step: int) -> bool:
-        """Observe, ask, act. False: end here."""
+        """Observe, ask, act; return False to end the run here."""
         begin = time.monotonic()
         observation = self._environment.get_observation()
-        self._tell("on_observation", step, observation)
+        self._call_hooks("on_observation", step, observation)
         has_fallback = self._last_action is not None or self._safe_action is not None
         if self._pacer is None and has_fallback:
             self._start_clock(begin)
@@ -157,18 +215,18 @@ class Runtime:
         # A copy: what is held must not change with what the robot does to its own.
         self._last_action = action.copy()
         self._environment.apply_action(action)
-        self._tell("on_action", step, action, None if is_held else result)
-        self._record.add_step(begin)
-        return self._note_hold(step, is_held)
+        self._call_hooks("on_action", step, action, None if is_held else result)
+        self._summary.step_seconds.append(time.monotonic() - begin)
+        return self._count_hold(step, is_held)
 
     def _start_clock(self, now: float) -> None:
-        self._record.begin_episode(now)
+        self._episode_begin = now
         self._pacer = Pacer(self._period or 0.0, start=now)
 
     def _answer(
         self, observation: Mapping[str, Any], begin: float, has_fallback: bool
     ) -> Mapping[str, Any] | None:
-        """The agent's result; None where it is late or the server is away."""
+        """Return the agent's result; None if it is late or the server is away."""
         if self._pending is None:
             self._pending = self._worker.submit(self._ask, observation)
         deadline = None
@@ -184,7 +242,7 @@ class Runtime:
         except TRANSIENT as error:
             if not has_fallback:
                 raise
-            self._record.last_error = error
+            self._summary.last_error = error
             self._hold_reason = f"{type(error).__name__}: {error}"
             return None
 
@@ -193,7 +251,7 @@ class Runtime:
         try:
             return self._agent.infer(observation)
         finally:
-            self._record.agent_seconds.append(time.monotonic() - begin)
+            self._summary.agent_seconds.append(time.monotonic() - begin)
 
     def _choose(
         self, observation: Mapping[str, Any], result: Mapping[str, Any] | None, is_held: bool
@@ -205,19 +263,19 @@ class Runtime:
         assert self._last_action is not None, "without a fallback the first answer is waited for"
         return self._last_action.copy()
 
-    def _note_hold(self, step: int, is_held: bool) -> bool:
-        """Count a held step; False when it has lasted too long."""
+    def _count_hold(self, step: int, is_held: bool) -> bool:
+        """Count a held step; return False if holding has lasted too long."""
         now = time.monotonic()
         if self._hold_start is not None:
-            self._record.longest_hold = max(self._record.longest_hold, now - self._hold_start)
+            self._summary.longest_hold = max(self._summary.longest_hold, now - self._hold_start)
         if not is_held:
             self._hold_start = None
             return True
-        self._record.num_held += 1
+        self._summary.num_held += 1
         if self._hold_start is None:
             self._hold_start = now
         logger.debug("Holding at step %d: %s", step, self._hold_reason)
-        self._tell("on_hold", step, self._hold_reason)
+        self._call_hooks("on_hold", step, self._hold_reason)
         held_for = now - self._hold_start
         if held_for < self._max_hold:
             return True
@@ -230,27 +288,29 @@ class Runtime:
             return
         overrun = self._pacer.advance()
         if overrun > 0:
-            self._record.add_overrun(overrun, self._pacer.take_skipped())
-            self._tell("on_overrun", step, overrun)
+            self._summary.num_overruns += 1
+            self._summary.worst_overrun = max(self._summary.worst_overrun, overrun)
+            self._summary.num_skipped += self._pacer.take_skipped()
+            self._call_hooks("on_overrun", step, overrun)
         while (left := self._pacer.begin - time.monotonic()) > 0 and self._stop is None:
-            time.sleep(min(left, _GLANCE_SECONDS))
+            time.sleep(min(left, _CHECK_SECONDS))
 
     def _wait(self, future: Future[Any], deadline: float | None = None) -> bool:
-        """Whether it is done, at the deadline or when the run is to stop."""
+        """Wait until it is done, the deadline, or a stop; return whether it is done."""
         while not future.done() and self._stop is None:
-            left = _GLANCE_SECONDS if deadline is None else deadline - time.monotonic()
+            left = _CHECK_SECONDS if deadline is None else deadline - time.monotonic()
             if left <= 0:
                 break
-            concurrent.futures.wait([future], timeout=min(left, _GLANCE_SECONDS))
+            concurrent.futures.wait([future], timeout=min(left, _CHECK_SECONDS))
         return future.done()
 
-    def _tell(self, event: str, *args: Any) -> None:
+    def _call_hooks(self, event: str, *args: Any) -> None:
         for hooks in self._hooks:
             getattr(hooks, event)(*args)
 
     @contextlib.contextmanager
     def _interruptible(self) -> Iterator[None]:
-        """The first Ctrl-C ends the run after the step, a second one at once."""
+        """Let the first Ctrl-C end the run after the step, a second one at once."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -1,4 +1,4 @@
-"""Keeping a control rate, and saying afterwards how well it was kept."""
+"""Keeping a control rate, and the summary of how well it was kept."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EndedBy = Literal["done", "max_steps", "stopped", "interrupted", "held", "error"
 
 
 class Pacer:
-    """Steps begin at `start + n · period`, never later for having been late before: no drift.
+    """Steps begin at `start + n · period`, so that delays do not add up.
 
     A step that takes too long is an overrun. The next one begins at once and is shorter; steps
     whose whole time has passed are skipped, not made up for in a burst.
@@ -40,7 +40,7 @@ class Pacer:
         return self._start + (self._index + 1) * self._period
 
     def advance(self) -> float:
-        """Go on to the next step; by how many seconds this one has overrun (0 if it has not)."""
+        """Go on to the next step; return the seconds by which this one has overrun, 0 if none."""
         self._index += 1
         overrun = self._clock() - self.begin
         if overrun > self._period:
@@ -50,7 +50,7 @@ class Pacer:
         return max(0.0, overrun)
 
     def take_skipped(self) -> int:
-        """Steps left out since the last time this was asked."""
+        """Return the number of steps left out since the last call."""
         skipped, self._num_skipped = self._num_skipped, 0
         return skipped
 
@@ -78,27 +78,39 @@ class Percentiles:
         )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Summary:
-    """What a run was like."""
+    """What a run was like; the runtime fills it in. Times are in seconds."""
 
-    ended_by: EndedBy
-    num_episodes: int
-    num_steps: int
+    ended_by: EndedBy = "error"
+    num_episodes: int = 0
     # From the first step to the last, without resets.
-    seconds: float
-    # Steps that took longer than a period, by how much at worst, and steps left out for it.
-    num_overruns: int
-    worst_overrun: float
-    num_skipped: int
-    # Steps without an answer of their own, and the longest time on end.
-    num_held: int
-    longest_hold: float
-    # The agent's answers, and whole steps.
-    agent: Percentiles
-    step: Percentiles
-    # The last one that made the robot hold.
+    seconds: float = 0.0
+    # Steps that took longer than a period, by how much at worst, and steps left out because of it.
+    num_overruns: int = 0
+    worst_overrun: float = 0.0
+    num_skipped: int = 0
+    # Steps without an answer of their own, and the longest time without one.
+    num_held: int = 0
+    longest_hold: float = 0.0
+    # The last error that made the robot hold.
     last_error: Exception | None = None
+    agent_seconds: list[float] = dataclasses.field(default_factory=list, repr=False)
+    step_seconds: list[float] = dataclasses.field(default_factory=list, repr=False)
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.step_seconds)
+
+    @property
+    def agent(self) -> Percentiles:
+        """How long the agent's answers took."""
+        return Percentiles.of(self.agent_seconds)
+
+    @property
+    def step(self) -> Percentiles:
+        """How long whole steps took."""
+        return Percentiles.of(self.step_seconds)
 
     @property
     def achieved_hz(self) -> float:
@@ -115,53 +127,3 @@ class Summary:
             f"step: {self.step}",
         ]
         return "\n".join(lines)
-
-
-@dataclasses.dataclass
-class Record:
-    """What is counted while a run goes on; times in seconds."""
-
-    num_episodes: int = 0
-    num_overruns: int = 0
-    worst_overrun: float = 0.0
-    num_skipped: int = 0
-    num_held: int = 0
-    longest_hold: float = 0.0
-    last_error: Exception | None = None
-    agent_seconds: list[float] = dataclasses.field(default_factory=list)
-    step_seconds: list[float] = dataclasses.field(default_factory=list)
-    seconds: float = 0.0
-    episode_begin: float | None = None
-
-    def begin_episode(self, now: float) -> None:
-        self.episode_begin = now
-
-    def end_episode(self) -> None:
-        self.num_episodes += 1
-        if self.episode_begin is not None:
-            self.seconds += time.monotonic() - self.episode_begin
-        self.episode_begin = None
-
-    def add_step(self, begin: float) -> None:
-        self.step_seconds.append(time.monotonic() - begin)
-
-    def add_overrun(self, seconds: float, num_skipped: int) -> None:
-        self.num_overruns += 1
-        self.worst_overrun = max(self.worst_overrun, seconds)
-        self.num_skipped += num_skipped
-
-    def summary(self, ended_by: EndedBy) -> Summary:
-        return Summary(
-            ended_by=ended_by,
-            num_episodes=self.num_episodes,
-            num_steps=len(self.step_seconds),
-            seconds=self.seconds,
-            num_overruns=self.num_overruns,
-            worst_overrun=self.worst_overrun,
-            num_skipped=self.num_skipped,
-            num_held=self.num_held,
-            longest_hold=self.longest_hold,
-            agent=Percentiles.of(self.agent_seconds),
-            step=Percentiles.of(self.step_seconds),
-            last_error=self.last_error,
-        )

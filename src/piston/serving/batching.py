@@ -1,35 +1,52 @@
-"""Requests of several robots become batches for one policy, in one thread that does nothing else.
+"""Batches: requests of several robots share one inference, in a thread that does nothing else.
 
-Requests that came while the policy was at work form the next batch. When it is idle, it waits a
-little only for robots that are about to ask, judged by how soon each asked again after its last
-replies: a robot that is alone never waits.
+Requests that arrive while the policy is working form the next batch. When the policy is idle, a
+request waits only if another robot is about to ask, judged by how soon that robot asked again after
+its previous replies, and never longer than the policy took last time: a robot that is alone, or
+whose policy is fast, does not wait.
 
-    robot A   ──?───────?───────?──      ?  asks
-    robot B   ───?────────?──────?─      [  policy at work
-    policy    ───[ AB ]───[ AB ]─[       a batch begins when B, which is due, has asked as well
+    robot A   ──?───────?───────?──      ?  request
+    robot B   ───?────────?──────?─      [  policy working
+    policy    ───[ AB ]───[ AB ]─[       a batch starts when B, which is due, has asked as well
 
-Knows nothing of sockets or messages.
+Everything but the inference runs in the event loop, so nothing here needs a lock.
 """
 
 from __future__ import annotations
 
+import asyncio
 import collections
-import concurrent.futures
 import dataclasses
 import logging
 import math
+import queue
 import threading
 import time
-from collections.abc import Callable, Hashable
-
-from piston.serving.protocol import Busy, Observation, Policy, Result
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Protocol
 
 logger = logging.getLogger(__name__)
+
+Observation = dict[str, Any]
+Result = dict[str, Any]
+
+
+class Policy(Protocol):
+    """What a server needs of a policy: results in the order of the observations."""
+
+    @property
+    def metadata(self) -> Mapping[str, Any]: ...
+
+    def infer_batch(self, observations: list[Observation], /) -> list[Result]: ...
+
+
+class Busy(RuntimeError):
+    """The queue is full."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of one request: a result or an error, and how long it took."""
+    """The result or the error of one request, and how long it took."""
 
     result: Result | Exception
     queue_ms: float
@@ -40,14 +57,14 @@ class Outcome:
 @dataclasses.dataclass(eq=False)
 class Request:
     observation: Observation
-    source: Hashable  # who asks: a connection
-    finish: Callable[[Outcome], None]  # called in the batching thread
+    source: Hashable  # the connection that asks
+    finish: Callable[[Outcome], None]  # called in the event loop
     arrived: float = dataclasses.field(default_factory=time.perf_counter)
 
 
 @dataclasses.dataclass
 class _Rhythm:
-    """How soon a source asks again after a reply."""
+    """How soon a source asks again after a reply, in seconds."""
 
     replied: float = -math.inf
     pause: float = math.inf
@@ -58,7 +75,7 @@ class _Rhythm:
 
 
 class Batcher:
-    """One thread, one policy, one queue. `start` it once, `stop` it once."""
+    """One policy, one queue and one inference thread. Call `start` once, `stop` once."""
 
     def __init__(self, policy: Policy, *, max_batch: int, max_wait: float, max_queue: int) -> None:
         self._policy = policy
@@ -67,132 +84,157 @@ class Batcher:
         self._max_queue = max_queue
         self._queue: collections.deque[Request] = collections.deque()
         self._rhythms: dict[Hashable, _Rhythm] = {}
-        # Guards the queue, the rhythms and `_stopping`.
-        self._changed = threading.Condition()
-        self._stopping = False
-        self._thread: threading.Thread | None = None
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # A daemon: a policy that hangs must not keep the process from ending.
+        self._thread = threading.Thread(target=self._work, name="piston-inference", daemon=True)
+        self._is_working = False
+        self._waiting: asyncio.TimerHandle | None = None
+        self._idle_since = -math.inf
+        self._last_seconds = 0.0
 
     def __len__(self) -> int:
-        """Requests that wait; those the policy works on are not counted."""
+        """Return the number of waiting requests, without those that the policy works on."""
         return len(self._queue)
 
-    def start(self, warm_up: Callable[[], object] | None = None) -> concurrent.futures.Future[None]:
-        """Begin with `warm_up`, in the thread that will infer; the future tells how it went."""
-        warm: concurrent.futures.Future[None] = concurrent.futures.Future()
-        # A daemon: a policy that hangs must not keep the process from ending.
-        self._thread = threading.Thread(
-            target=self._run, args=(warm_up, warm), name="piston-inference", daemon=True
-        )
+    def start(self, warm_up: Callable[[], object] | None = None) -> asyncio.Future[None]:
+        """Run `warm_up` in the thread that will infer; the future is done when it is."""
+        self._loop = asyncio.get_running_loop()
+        warm: asyncio.Future[None] = self._loop.create_future()
+
+        def run() -> None:
+            error: BaseException | None = None
+            try:
+                if warm_up is not None:
+                    warm_up()
+            except BaseException as raised:
+                error = raised
+            self._call_in_loop(_settle, warm, error)
+
         self._thread.start()
+        self._jobs.put(run)
         return warm
 
     def submit(self, request: Request) -> None:
-        """Take a request, or refuse it at once: waiting longer would help nobody."""
-        with self._changed:
-            if len(self._queue) >= self._max_queue:
-                raise Busy(f"{len(self._queue)} requests are waiting already; ask again later.")
-            rhythm = self._rhythms.setdefault(request.source, _Rhythm())
-            rhythm.pause = request.arrived - rhythm.replied
-            self._queue.append(request)
-            self._changed.notify()
+        """Add a request to the queue, or raise Busy if the queue is full."""
+        if len(self._queue) >= self._max_queue:
+            raise Busy(f"{len(self._queue)} requests are waiting already; ask again later.")
+        rhythm = self._rhythms.setdefault(request.source, _Rhythm())
+        rhythm.pause = request.arrived - rhythm.replied
+        self._queue.append(request)
+        self._schedule()
 
     def forget(self, source: Hashable) -> None:
-        """A connection has gone: nobody waits for it, or for what it asked."""
-        with self._changed:
-            self._rhythms.pop(source, None)
-            kept = [request for request in self._queue if request.source != source]
-            self._queue.clear()
-            self._queue.extend(kept)
-            self._changed.notify()
+        """Drop the waiting requests of a connection that is closed."""
+        self._rhythms.pop(source, None)
+        kept = [request for request in self._queue if request.source != source]
+        self._queue = collections.deque(kept)
+        self._schedule()
 
-    def stop(self, timeout: float | None = None) -> bool:
-        """Finish what is waiting; whether all of it was done in time."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify()
-        if self._thread is None:
-            return True
-        self._thread.join(timeout)
+    def stop(self, timeout: float) -> bool:
+        """End the thread; return whether it ended in time. Waiting requests are dropped."""
+        self._queue.clear()
+        self._jobs.put(None)
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def _run(
-        self,
-        warm_up: Callable[[], object] | None,
-        warm: concurrent.futures.Future[None],
-    ) -> None:
-        # Whoever waits for it may lose interest, but warming up cannot be cancelled.
-        warm.set_running_or_notify_cancel()
-        try:
-            if warm_up is not None:
-                warm_up()
-        except BaseException as error:
-            warm.set_exception(error)
+    def _schedule(self) -> None:
+        """Start the next batch, now or when the wait for other robots is over."""
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+        if self._is_working or not self._queue:
             return
-        warm.set_result(None)
-        while (batch := self._next_batch()) is not None:
-            for request, outcome in zip(batch, self._infer(batch), strict=True):
-                self._finish(request, outcome)
+        if (seconds := self._seconds_to_wait()) > 0:
+            self._waiting = self._loop.call_later(seconds, self._start_batch)
+        else:
+            self._start_batch()
 
-    def _next_batch(self) -> list[Request] | None:
-        """Block until there is something to do; None once stopped with nothing left."""
-        with self._changed:
-            while True:
-                while not self._queue and not self._stopping:
-                    self._changed.wait()
-                if not self._queue:
-                    return None
-                self._wait_for_others()
-                # Empty where all of them have gone meanwhile.
-                if size := min(len(self._queue), self._max_batch):
-                    return [self._queue.popleft() for _ in range(size)]
-
-    def _wait_for_others(self) -> None:
-        # Counted from the first arrival: whoever waited for the policy does not wait again.
-        deadline = self._queue[0].arrived + self._max_wait
-        while len(self._queue) < self._max_batch and not self._stopping:
-            now = time.perf_counter()
-            if now >= deadline or not self._others_are_due(now, deadline):
-                return
-            self._changed.wait(deadline - now)
-
-    def _others_are_due(self, now: float, deadline: float) -> bool:
+    def _seconds_to_wait(self) -> float:
+        # Counted from the first arrival: time spent waiting for the policy is part of it.
+        arrived = self._queue[0].arrived
+        deadline = min(
+            arrived + self._max_wait, max(arrived, self._idle_since) + self._last_seconds
+        )
+        now = time.perf_counter()
+        if len(self._queue) >= self._max_batch or now >= deadline:
+            return 0.0
         waiting = {request.source for request in self._queue}
-        return any(
+        others_are_due = any(
             # One that is late by more than the wait has changed its rhythm.
             source not in waiting and now - self._max_wait < rhythm.due <= deadline
             for source, rhythm in self._rhythms.items()
         )
+        return deadline - now if others_are_due else 0.0
 
-    def _infer(self, batch: list[Request]) -> list[Outcome]:
-        """Results of a batch; where it fails as a whole, each on its own."""
-        began = time.perf_counter()
-        result: list[Result] | Exception
+    def _start_batch(self) -> None:
+        self._waiting = None
+        size = min(len(self._queue), self._max_batch)
+        batch = [self._queue.popleft() for _ in range(size)]
+        self._is_working = True
+        self._jobs.put(lambda: self._call_in_loop(self._finish_batch, batch, self._infer(batch)))
+
+    def _finish_batch(self, batch: Sequence[Request], outcomes: Sequence[Outcome]) -> None:
+        self._is_working = False
+        self._idle_since = time.perf_counter()
+        self._last_seconds = outcomes[0].infer_ms / 1e3
+        for request in batch:
+            if request.source in self._rhythms:
+                self._rhythms[request.source].replied = self._idle_since
+        # First, so that the policy works while the replies are sent.
+        self._schedule()
+        for request, outcome in zip(batch, outcomes, strict=True):
+            try:
+                request.finish(outcome)
+            except Exception:
+                # A fault in the delivery of one reply must not affect the others.
+                logger.exception("A reply could not be delivered.")
+
+    # In the inference thread.
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            # Nothing of a finished batch stays alive while waiting for the next.
+            del job
+
+    def _call_in_loop(self, function: Callable[..., None], *args: object) -> None:
         try:
-            result = self._policy.infer_batch([request.observation for request in batch])
-            if len(result) != len(batch):
-                raise RuntimeError(f"The policy gave {len(result)} results for {len(batch)}.")
-        except Exception as error:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:
+            logger.debug("The event loop ended before the policy did; its result is lost.")
+
+    def _infer(self, batch: Sequence[Request]) -> list[Outcome]:
+        """Return the outcomes of a batch; if it fails as a whole, run its requests one by one."""
+        began = time.perf_counter()
+        results = self._results(batch)
+        if isinstance(results, Exception):
             if len(batch) > 1:
                 logger.debug("A batch of %d failed; running it one by one.", len(batch))
                 return [outcome for request in batch for outcome in self._infer([request])]
-            result = error
+            results = [results]
         infer_ms = 1e3 * (time.perf_counter() - began)
         return [
-            Outcome(
-                result=result if isinstance(result, Exception) else result[position],
-                queue_ms=1e3 * (began - request.arrived),
-                infer_ms=infer_ms,
-                batch_size=len(batch),
-            )
-            for position, request in enumerate(batch)
+            Outcome(result, 1e3 * (began - request.arrived), infer_ms, len(batch))
+            for request, result in zip(batch, results, strict=True)
         ]
 
-    def _finish(self, request: Request, outcome: Outcome) -> None:
-        with self._changed:
-            if request.source in self._rhythms:
-                self._rhythms[request.source].replied = time.perf_counter()
+    def _results(self, batch: Sequence[Request]) -> Sequence[Result | Exception] | Exception:
         try:
-            request.finish(outcome)
-        except Exception:
-            # The thread serves everyone; what one receiver does wrong must not end it.
-            logger.exception("A reply could not be delivered.")
+            results = self._policy.infer_batch([request.observation for request in batch])
+            if len(results) != len(batch):
+                raise RuntimeError(
+                    f"The policy returned {len(results)} results for {len(batch)} observations."
+                )
+        except Exception as error:
+            return error
+        return results
+
+
+def _settle(future: asyncio.Future[None], error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)

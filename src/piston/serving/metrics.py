@@ -1,6 +1,6 @@
-"""Numbers about a running server, as text that Prometheus reads.
+"""Counts and times of a running server, as text that Prometheus reads.
 
-All changes come from the event loop's thread, so nothing here is locked. Knows nothing of requests.
+Everything is updated in the event loop, so nothing needs a lock.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ _SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 class Histogram:
     def __init__(self, name: str, meaning: str, buckets: Sequence[float]) -> None:
-        self.name, self.meaning = name, meaning
+        self._name, self._meaning = name, meaning
         self._buckets = buckets
         self._counts = [0] * (len(buckets) + 1)
         self._sum = 0.0
 
     def observe(self, value: float) -> None:
-        # A bucket holds what is at most its bound.
+        # A bucket's bound belongs to the bucket.
         self._counts[bisect.bisect_left(self._buckets, value)] += 1
         self._sum += value
 
     def lines(self) -> Iterable[str]:
-        yield from _head(self.name, self.meaning, "histogram")
+        yield from _head(self._name, self._meaning, "histogram")
         bounds = [*(f"{bound:g}" for bound in self._buckets), "+Inf"]
         for bound, count in zip(bounds, itertools.accumulate(self._counts)):
-            yield f'{self.name}_bucket{{le="{bound}"}} {count}'
-        yield f"{self.name}_sum {self._sum:.9g}"
-        yield f"{self.name}_count {sum(self._counts)}"
+            yield f'{self._name}_bucket{{le="{bound}"}} {count}'
+        yield f"{self._name}_sum {self._sum:.9g}"
+        yield f"{self._name}_count {sum(self._counts)}"
 
 
 class Metrics:
-    """What is counted: requests (each ends in a reply or in an error of some type) and times."""
+    """Requests (each is answered with a result or with an error of some type), sizes and times."""
 
     def __init__(
         self,

@@ -3,45 +3,129 @@
     run_server(policy, ServerConfig(port=8000))      until SIGTERM or SIGINT
     with running_server(policy) as server: ...       in a thread
 
-The event loop only moves bytes; the policy works in the batcher's thread. The server knows nothing
-of models: a policy is whatever has `infer_batch` and `metadata`.
+The event loop decodes and encodes; the policy works in the batcher's thread, so health checks are
+answered meanwhile. A policy is any object that has `infer_batch` and `metadata`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
+import dataclasses
 import gc
+import hmac
+import ipaddress
 import logging
+import re
 import signal
+import ssl
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from http import HTTPStatus
+from pathlib import Path
 
 import websockets.asyncio.server
+from websockets.asyncio.server import ServerConnection
 from websockets.frames import CloseCode
+from websockets.http11 import Request, Response
 
-from piston.serving import protocol
-from piston.serving.batching import Batcher
-from piston.serving.config import ServerConfig
-from piston.serving.entrance import Entrance
-from piston.serving.framing import Connection
-from piston.serving.metrics import Metrics
-from piston.serving.protocol import Policy
-from piston.serving.session import Session, first_of
+from piston.serving import metrics, protocol
+from piston.serving.batching import Batcher, Policy
 
 logger = logging.getLogger(__name__)
 
 WarmUp = Callable[[], object]
 
-# websockets reports, with a traceback, every client that goes away or talks nonsense.
+# websockets logs a traceback for every client that goes away or breaks the protocol.
 _websockets_logger = logging.getLogger(f"{__name__}.websockets")
 _websockets_logger.setLevel(logging.CRITICAL)
 
 _CLOSE_TIMEOUT = 2.0
 # Frames that may wait in memory on one connection before it is read no further.
 _FRAMES_AHEAD = 2
+# glibc keeps freed blocks up to the size of the largest one that was freed so far, at most 32 MB.
+# Without this, it returns the memory of every message to the kernel and fetches it again.
+_KEPT_BYTES = 16 * 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerConfig:
+    # The default is this machine only; "0.0.0.0" lets other machines connect.
+    host: str = "127.0.0.1"
+    # 0 takes any free port.
+    port: int = 8000
+    # What clients are told that they talk to; `piston serve` says the checkpoint.
+    name: str | None = None
+    # Clients send it as `Authorization: Api-Key …`; without one everybody may connect.
+    api_key: str | None = dataclasses.field(default=None, repr=False)
+    # Both, or neither; with them clients connect to wss://.
+    tls_certificate: Path | None = None
+    # The certificate's private key.
+    tls_key: Path | None = None
+    # Requests that share one inference. 1 switches batching off.
+    max_batch: int = 8
+    # How long a request may wait for those of other robots. A robot that is alone never waits.
+    max_wait_ms: float = 5.0
+    # Requests that may wait for the policy; further ones are told "busy" at once.
+    max_queue: int = 32
+    # Robots that may be connected at the same time.
+    max_connections: int = 64
+    # A larger message closes its connection, with code 1009.
+    max_message_bytes: int = 32 * 2**20
+    # A client that takes no reply for so long is cut off.
+    send_timeout_s: float = 10.0
+    # A client that answers no ping for so long is cut off; pings are as far apart.
+    ping_timeout_s: float = 20.0
+    # How long to wait for what is in flight when the server is told to stop.
+    shutdown_timeout_s: float = 30.0
+    # Error replies carry a traceback.
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch", "max_queue", "max_connections", "max_message_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1.")
+        for name in ("send_timeout_s", "ping_timeout_s", "shutdown_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected more than 0.")
+        if not 0 <= self.port < 2**16:
+            raise ValueError(f"port is {self.port}; expected 0 (any free one) to 65535.")
+        if self.max_wait_ms < 0:
+            raise ValueError(f"max_wait_ms is {self.max_wait_ms}; expected 0 or more.")
+        if self.api_key is not None and not re.fullmatch("[!-~]+", self.api_key):
+            raise ValueError(
+                "api_key is empty, or has spaces or characters that no HTTP header can carry. Use "
+                "ASCII letters, digits and signs; None lets everybody in."
+            )
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("TLS needs both tls_certificate and tls_key; found only one of them.")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can connect."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def tls(self) -> ssl.SSLContext | None:
+        """Read the certificate files; an error names the one that is missing or wrong."""
+        if self.tls_certificate is None or self.tls_key is None:
+            return None
+        for path in (self.tls_certificate, self.tls_key):
+            if not path.is_file():
+                raise FileNotFoundError(f"{path} is no file; expected a PEM file for TLS.")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(self.tls_certificate, self.tls_key)
+        except ssl.SSLError as error:
+            raise ValueError(
+                f"{self.tls_certificate} and {self.tls_key} are not a certificate and its private "
+                f"key in PEM format: {error}"
+            ) from error
+        return context
 
 
 def run_server(
@@ -49,15 +133,15 @@ def run_server(
 ) -> bool:
     """Serve until SIGTERM or SIGINT, then finish what is in flight.
 
-    Whether all of it was finished: if not, the policy is still at work in its thread.
+    Returns whether all of it was finished: if not, the policy is still working in its thread.
 
-    `warm_up` runs first, in the thread that will infer; nobody is answered until it is done.
+    `warm_up` runs first, in the thread that will infer; no client is answered until it is done.
     """
 
     def prepare() -> None:
         if warm_up is not None:
             warm_up()
-        # A model is many objects that live as long as the process: do not look through them again.
+        # The objects of a model live as long as the process: keep the collector away from them.
         gc.collect()
         gc.freeze()
 
@@ -85,7 +169,7 @@ async def _run_until_signal(server: Server) -> None:
 def running_server(
     policy: Policy, config: ServerConfig | None = None, *, warm_up: WarmUp | None = None
 ) -> Iterator[Server]:
-    """A server in a thread, ready on entry, finished on exit; on any free port by default."""
+    """Run a server in a thread, ready on entry, finished on exit; by default on any free port."""
     server = Server(policy, config or ServerConfig(port=0), warm_up=warm_up)
     failures: list[BaseException] = []
 
@@ -111,19 +195,18 @@ def running_server(
 
 
 class Server:
-    """One policy on one port. `run` it once; `stop` may be called from any thread."""
+    """One policy on one port. Call `run` once; `stop` may be called from any thread."""
 
     def __init__(
         self, policy: Policy, config: ServerConfig, *, warm_up: WarmUp | None = None
     ) -> None:
-        # The number listened on, once `ready` is set: clients are answered from then on.
+        # The port in use, once `ready` is set: clients are answered from then on.
         self.port = config.port
         self.finished = True
         self.ready = threading.Event()
         self._config = config
         self._warm_up = warm_up
         self._metadata = protocol.encode_metadata(policy.metadata, config.name)
-        self._limits = protocol.message_limits(config.max_message_bytes)
         self._batcher = Batcher(
             policy,
             max_batch=config.max_batch,
@@ -131,8 +214,8 @@ class Server:
             max_queue=config.max_queue,
         )
         # Each connection's session, and the task that runs it.
-        self._sessions: dict[Session, asyncio.Task[None]] = {}
-        self._metrics = Metrics(
+        self._sessions: dict[protocol.Session, asyncio.Task[None]] = {}
+        self._metrics = metrics.Metrics(
             protocol.ERROR_TYPES,
             queue_length=lambda: len(self._batcher),
             connections=lambda: len(self._sessions),
@@ -152,54 +235,43 @@ class Server:
         if self._loop is None:
             self._stopping.set()
             return
-        # A loop that is closed has nothing left to stop.
+        # A closed loop has nothing left to stop.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._stopping.set)
 
     async def run(self) -> None:
         self._loop = asyncio.get_running_loop()
+        bytes(_KEPT_BYTES)
         listener = await self._listen()
-        self._announce()
+        self._log_address()
         try:
             await self._prepare()
             await self._stopping.wait()
         finally:
             listener.close(close_connections=False)
-            # From here on there is nothing to wait for, and sessions that wait must end.
+            # Sessions that wait for the warm-up must end.
             self._warm.set()
             await self._finish_sessions()
             self.finished = self._batcher.stop(timeout=_CLOSE_TIMEOUT)
             if not self.finished:
-                logger.warning("The policy is still at work; its result is lost.")
+                logger.warning("The policy is still working; its result is lost.")
 
     async def _listen(self) -> websockets.asyncio.server.Server:
         config = self._config
-        entrance = Entrance(
-            self._metrics,
-            api_key=config.api_key,
-            is_ready=self._warm.is_set,
-            is_full=lambda: len(self._sessions) >= config.max_connections,
-        )
-        # websockets takes any callable; its type says a class.
-        create_connection: Any = functools.partial(
-            Connection,
-            max_message_bytes=config.max_message_bytes,
-            send_timeout=config.send_timeout_s,
-        )
         try:
             listener = await websockets.asyncio.server.serve(
                 self._serve,
                 config.host,
                 config.port,
-                process_request=entrance,
-                # Camera images do not get smaller, only slower.
+                process_request=self._process_request,
+                # Compression makes camera images slower, not smaller.
                 compression=None,
+                max_size=config.max_message_bytes,
+                max_queue=_FRAMES_AHEAD,
                 ping_interval=config.ping_timeout_s,
                 ping_timeout=config.ping_timeout_s,
                 close_timeout=_CLOSE_TIMEOUT,
-                max_queue=_FRAMES_AHEAD,
                 logger=_websockets_logger,
-                create_connection=create_connection,
                 ssl=config.tls(),
             )
         except OSError as error:
@@ -208,7 +280,7 @@ class Server:
         self.port = listener.sockets[0].getsockname()[1]
         return listener
 
-    def _announce(self) -> None:
+    def _log_address(self) -> None:
         if self._config.is_local:
             logger.info(
                 "Listening at %s, for this machine only (host 0.0.0.0 is for all).", self.url
@@ -220,8 +292,8 @@ class Server:
 
     async def _prepare(self) -> None:
         """Warm up, unless told to stop meanwhile."""
-        warm = asyncio.wrap_future(self._batcher.start(self._warm_up))
-        await first_of(warm, self._stopping.wait())
+        warm = self._batcher.start(self._warm_up)
+        await protocol.first_of(warm, self._stopping.wait())
         if warm.cancelled():
             return
         warm.result()
@@ -229,17 +301,51 @@ class Server:
         self.ready.set()
         logger.info("Ready.")
 
-    async def _serve(self, connection: websockets.asyncio.server.ServerConnection) -> None:
-        assert isinstance(connection, Connection)
-        # The entrance counted before the handshake, so a few may have come in together.
+    def _process_request(self, connection: ServerConnection, request: Request) -> Response | None:
+        """Answer a plain HTTP request; None lets it become a websocket connection."""
+        path = request.path.partition("?")[0]
+        # Load balancers have no key, and whether the server is ready is no secret.
+        if path == "/healthz":
+            if self._warm.is_set():
+                return connection.respond(HTTPStatus.OK, "OK\n")
+            return connection.respond(HTTPStatus.SERVICE_UNAVAILABLE, "The policy warms up.\n")
+        if not self._is_authorized(request):
+            logger.warning("%s has no valid API key: refused.", connection.remote_address)
+            response = connection.respond(
+                HTTPStatus.UNAUTHORIZED, "Expected the header `Authorization: Api-Key …`.\n"
+            )
+            response.headers["WWW-Authenticate"] = "Api-Key"
+            return response
+        if path == "/metrics":
+            response = connection.respond(HTTPStatus.OK, self._metrics.render())
+            del response.headers["Content-Type"]
+            response.headers["Content-Type"] = metrics.CONTENT_TYPE
+            return response
+        if len(self._sessions) >= self._config.max_connections:
+            return connection.respond(
+                HTTPStatus.SERVICE_UNAVAILABLE, "There are too many connections already.\n"
+            )
+        return None
+
+    def _is_authorized(self, request: Request) -> bool:
+        if self._config.api_key is None:
+            return True
+        found = "\n".join(request.headers.get_all("Authorization"))
+        expected = f"Api-Key {self._config.api_key}".encode()
+        # Takes the same time however much of the key is right.
+        return hmac.compare_digest(found.encode(errors="surrogateescape"), expected)
+
+    async def _serve(self, connection: ServerConnection) -> None:
+        # Several connections may have passed `_process_request` together.
         if len(self._sessions) >= self._config.max_connections:
             await connection.close(CloseCode.TRY_AGAIN_LATER, "too many connections")
             return
-        session = Session(
+        session = protocol.Session(
             connection,
             self._batcher,
             self._metrics,
-            limits=self._limits,
+            limits=protocol.message_limits(self._config.max_message_bytes),
+            send_timeout=self._config.send_timeout_s,
             debug=self._config.debug,
         )
         task = asyncio.current_task()
@@ -249,7 +355,7 @@ class Server:
         logger.info("%s connected (%d connections).", peer, len(self._sessions))
         try:
             # A client that comes early waits for the metadata instead of failing.
-            await first_of(self._warm.wait(), connection.wait_closed())
+            await protocol.first_of(self._warm.wait(), connection.wait_closed())
             if self._stopping.is_set():
                 session.stop()
             await session.run(self._metadata)
