@@ -37,7 +37,7 @@ def three_joints(data):
         cameras={name: slot for name, slot in SLOTS.items() if name in images},
         state=np.asarray(data["state"]),
         actions=np.asarray(data["actions"]),
-        who="three_joints",
+        context="three_joints",
     )
 
 

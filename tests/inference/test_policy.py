@@ -13,17 +13,16 @@ from piston.inference.loading import random_policy
 from piston.inference.policy import Policy
 from piston.inference.quantization import quantize_for_inference
 from piston.robots.aloha import make_aloha_example
-from piston.robots.droid import make_droid_example
-from piston.robots.libero import make_libero_example
-from piston.robots.ur5 import make_ur5_example
+from piston.robots.droid import DROID
+from piston.robots.simple import LIBERO, UR5
 from piston.serialization import to_json
 from piston.transforms.normalize import NormStats, write_norm_stats
 
 ROBOTS = {
     "pi0_aloha_sim": (make_aloha_example, 14),
-    "pi05_droid": (make_droid_example, 8),
-    "pi05_libero": (make_libero_example, 7),
-    "pi0_ur5": (make_ur5_example, 7),
+    "pi05_droid": (DROID.example, 8),
+    "pi05_libero": (LIBERO.example, 7),
+    "pi0_ur5": (UR5.example, 7),
 }
 
 

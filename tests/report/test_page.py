@@ -12,7 +12,7 @@ from piston.cli import main
 from piston.report import write_report
 from piston.report.contents import Missing
 from piston.report.page import gather, render
-from piston.robots.fake import FakeDataConfig
+from piston.robots.simple import FakeDataConfig
 from piston.training.loop import train_loop
 
 from . import cases

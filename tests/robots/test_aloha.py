@@ -5,7 +5,7 @@ import logging
 import numpy as np
 import pytest
 
-from piston.robots import aloha
+from piston.logs import forget_warnings
 from piston.robots.aloha import AlohaInputs, AlohaOutputs, make_aloha_example
 from piston.transforms.actions import AbsoluteActions, DeltaActions, make_bool_mask
 from piston.transforms.base import Group, compose
@@ -46,14 +46,14 @@ def test_gripper_opened_beyond_its_reach_stays_finite():
 
 
 def test_only_the_cameras_that_are_there_are_emitted(caplog):
-    aloha._warn_spare_camera.cache_clear()
+    forget_warnings()
     example = make_aloha_example()
     for _ in range(2):
         with caplog.at_level(logging.WARNING):
             seen = AlohaInputs()(example)
     assert list(seen["image"]) == ["base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb"]
     assert [record.getMessage() for record in caplog.records] == [
-        "ALOHA's camera 'cam_low' is in no slot of the model; it is not used."
+        "ALOHA's camera 'cam_low' has no slot in the model; it is not used. (This is logged once.)"
     ]
     for name in ("cam_low", "cam_left_wrist"):
         del example["images"][name]
@@ -72,10 +72,12 @@ def test_slots_can_be_chosen():
 def test_other_cameras_are_refused():
     example = make_aloha_example()
     example["images"]["cam_belly"] = example["images"].pop("cam_high")
-    with pytest.raises(ValueError, match=r"camera 'cam_belly' .* not expected; ALOHA has 'cam_hi"):
+    with pytest.raises(
+        ValueError, match=r"ALOHA: camera 'cam_belly' .* not expected; .* has 'cam_hi"
+    ):
         AlohaInputs()(example)
     del example["images"]["cam_belly"]
-    with pytest.raises(KeyError, match="AlohaInputs, 'images': key 'cam_high' is missing"):
+    with pytest.raises(KeyError, match="ALOHA: key 'cam_high' is missing"):
         AlohaInputs()(example)
 
 

@@ -10,10 +10,8 @@ from hypothesis.extra import numpy as hnp
 
 from piston.robots import model_inputs
 from piston.robots.aloha import AlohaInputs, AlohaOutputs, make_aloha_example
-from piston.robots.droid import DroidInputs, DroidOutputs, make_droid_example
-from piston.robots.libero import LiberoInputs, LiberoOutputs, make_libero_example
-from piston.robots.metaworld import MetaworldInputs, MetaworldOutputs, make_metaworld_example
-from piston.robots.ur5 import UR5Inputs, UR5Outputs, make_ur5_example
+from piston.robots.droid import DROID
+from piston.robots.simple import LIBERO, METAWORLD, UR5
 from piston.transforms.actions import (
     AbsoluteActions,
     DeltaActions,
@@ -33,11 +31,17 @@ CAMERAS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
 ROBOTS = {
     "aloha": (AlohaInputs(), AlohaOutputs(), make_aloha_example, 14, 14),
     "aloha_plain": (AlohaInputs(False), AlohaOutputs(False), make_aloha_example, 14, 14),
-    "droid": (DroidInputs(), DroidOutputs(), make_droid_example, 8, 8),
-    "libero": (LiberoInputs(), LiberoOutputs(), make_libero_example, 8, 7),
-    "ur5": (UR5Inputs(), UR5Outputs(), make_ur5_example, 7, 7),
-    "metaworld": (MetaworldInputs(), MetaworldOutputs(), make_metaworld_example, 4, 4),
+    "droid": (DROID, DROID.outputs, DROID.example, 8, 8),
+    "libero": (LIBERO, LIBERO.outputs, LIBERO.example, 8, 7),
+    "ur5": (UR5, UR5.outputs, UR5.example, 7, 7),
+    "metaworld": (METAWORLD, METAWORLD.outputs, METAWORLD.example, 4, 4),
 }
+
+
+def name_of(inputs):
+    return getattr(inputs, "name", "ALOHA")
+
+
 each_robot = pytest.mark.parametrize("robot", ROBOTS.values(), ids=ROBOTS.keys())
 
 
@@ -155,7 +159,7 @@ def test_every_key_but_the_prompt_is_needed(robot):
     for key in example().keys() - {"prompt"}:
         data = example()
         del data[key]
-        with pytest.raises(KeyError, match=f"{type(inputs).__name__}: key '{key}' is missing"):
+        with pytest.raises(KeyError, match=f"{name_of(inputs)}: key '{key}' is missing"):
             inputs(data)
     data = example()
     del data["prompt"]
@@ -165,18 +169,18 @@ def test_every_key_but_the_prompt_is_needed(robot):
 @each_robot
 def test_wrong_numbers_are_named(robot):
     inputs, _, example, _, action_dim = robot
-    who = type(inputs).__name__
+    name = name_of(inputs)
     vectors = [key for key, value in example().items() if getattr(value, "dtype", None) == "f4"]
     for key in vectors:
         data = example()
         data[key][0] = np.nan
-        with pytest.raises(ValueError, match=f"{who}: '{key}' holds NaN or infinity at"):
+        with pytest.raises(ValueError, match=f"{name}: '{key}' holds NaN or infinity at"):
             inputs(data)
         data[key] = np.zeros(5)
-        with pytest.raises(ValueError, match=rf"{who}: '{key}' has shape \(5,\); expected \(…, "):
+        with pytest.raises(ValueError, match=rf"{name}: '{key}' has shape \(5,\); expected \(…, "):
             inputs(data)
     for actions in (np.zeros((4, action_dim + 1)), np.zeros(action_dim)):
-        with pytest.raises(ValueError, match=f"{who}: 'actions' has shape"):
+        with pytest.raises(ValueError, match=f"{name}: 'actions' has shape"):
             inputs({**example(), "actions": actions})
 
 
@@ -206,13 +210,18 @@ def test_outputs_need_the_robots_dimensions(robot):
 def test_two_cameras_in_one_slot_are_refused():
     with pytest.raises(ValueError, match="two cameras are mapped to one slot"):
         model_inputs(
-            {}, images={}, cameras={"a": "s", "b": "s"}, state=np.zeros(1), actions=None, who="Arm"
+            {},
+            images={},
+            cameras={"a": "s", "b": "s"},
+            state=np.zeros(1),
+            actions=None,
+            context="Arm",
         )
 
 
 def test_padding_marks_are_passed_on():
     marks = np.array([False, True])
-    seen = UR5Inputs()({**make_ur5_example(), "action_is_pad": marks})
+    seen = UR5({**UR5.example(), "action_is_pad": marks})
     np.testing.assert_array_equal(seen["action_is_pad"], marks)
 
 

@@ -19,7 +19,7 @@ from piston.models.configs import Pi0Config
 from piston.models.flow import Pi0
 from piston.models.variants import GemmaSize, VisionSize
 from piston.observation import Observation
-from piston.robots.ur5 import LeRobotUR5DataConfig
+from piston.robots.simple import LeRobotUR5DataConfig
 from piston.serving import running_server
 from piston.transforms.base import compose
 from piston.transforms.normalize import NormStats

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from piston.config import AssetsConfig
 from piston.data.recorder import Recorder
-from piston.robots.libero import LeRobotLiberoDataConfig
+from piston.robots.simple import LeRobotLiberoDataConfig
 from piston.transforms.normalize import NormStats, write_norm_stats
 
 from .tiny_presets import PI0

@@ -15,7 +15,8 @@ import piston
 from piston import presets
 from piston.config import AssetsConfig
 from piston.models.variants import LoRA
-from piston.robots.libero import LeRobotLiberoDataConfig, make_libero_example
+from piston.robots.simple import LIBERO as LIBERO_ROBOT
+from piston.robots.simple import LeRobotLiberoDataConfig
 from piston.training import loop
 from piston.training.loop import train_loop
 from piston.transforms.normalize import read_norm_stats, write_norm_stats
@@ -33,7 +34,7 @@ def data(tmp_path_factory):
 def _example():
     image = np.zeros((PIXELS, PIXELS, 3), np.uint8)
     pictures = dict.fromkeys(("observation/image", "observation/wrist_image"), image)
-    return {**make_libero_example(), **pictures}
+    return {**LIBERO_ROBOT.example(), **pictures}
 
 
 @pytest.mark.parametrize("changes", [{}, {"cache_frames": True, "num_workers": 1}])

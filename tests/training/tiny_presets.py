@@ -6,7 +6,7 @@ from piston import presets
 from piston.config import CosineDecaySchedule, TrainConfig
 from piston.models.configs import Pi0Config, Pi0FASTConfig
 from piston.models.variants import GemmaSize, VisionSize
-from piston.robots.fake import FakeDataConfig
+from piston.robots.simple import FakeDataConfig
 
 VISION = VisionSize(width=16, depth=1, mlp_dim=24, num_heads=2, patch=16)
 GEMMA = GemmaSize(width=16, depth=2, mlp_dim=24, num_heads=2, num_kv_heads=1, head_dim=8)

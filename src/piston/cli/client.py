@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,21 +15,7 @@ from piston import presets
 from piston.cli.console import console, fail, table
 from piston.client import Client, Percentiles, ServerError
 from piston.config import TrainConfig
-from piston.robots.aloha import make_aloha_example
-from piston.robots.droid import make_droid_example
-from piston.robots.libero import make_libero_example
-from piston.robots.metaworld import make_metaworld_example
-from piston.robots.ur5 import make_ur5_example
 from piston.transforms.base import Data
-
-# The robot of a preset → a random observation of it.
-EXAMPLES: Mapping[str, Callable[[], Data]] = {
-    "ALOHA": make_aloha_example,
-    "DROID": make_droid_example,
-    "LIBERO": make_libero_example,
-    "UR5": make_ur5_example,
-    "MetaWorld": make_metaworld_example,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,13 +78,7 @@ def ping(settings: Ping) -> int:
 
 def example_of(preset: TrainConfig) -> Data:
     """A random observation in the keys of the preset's robot."""
-    if preset.data.robot not in EXAMPLES:
-        usable = [name for name in presets.names() if presets.get(name).data.robot in EXAMPLES]
-        raise ValueError(
-            f"The preset {preset.name!r} has no robot of which to make an observation "
-            f"({preset.data.robot}). Choose one of {', '.join(usable)}."
-        )
-    example = EXAMPLES[preset.data.robot]()
+    example = preset.data.example()
     if "images" in example and len(preset.model.cameras) == 1:
         # A model of one camera refuses the others.
         first = next(iter(example["images"]))

@@ -24,7 +24,7 @@ from piston.tokenizers.bytes import BytesTokenizer
 from piston.tokenizers.fast import FASTPrompt, FASTTokenizer
 from piston.tokenizers.paligemma import PaligemmaTokenizer
 from piston.transforms.actions import InterpolateActions, PadStatesAndActions, SubsampleActions
-from piston.transforms.base import Group, Transform, for_inference
+from piston.transforms.base import Data, Group, Transform, for_inference
 from piston.transforms.images import FillCameras, ResizeImages
 from piston.transforms.normalize import Normalize, NormStats, Unnormalize, read_norm_stats
 from piston.transforms.prompts import (
@@ -237,6 +237,13 @@ class DataConfigFactory(abc.ABC):
     @abc.abstractmethod
     def create(self, assets_dirs: Path, model_config: ModelConfig) -> DataConfig:
         """Return the pipeline for this model. Reads no files."""
+
+    def example(self) -> Data:
+        """Return a random observation in the robot's own keys, to try a policy."""
+        raise ValueError(
+            f"{type(self).__name__} has no robot, or does not define an example observation of it. "
+            "Choose a preset of another robot, or define `example`."
+        )
 
     def create_base_config(self, assets_dirs: Path, model_config: ModelConfig) -> DataConfig:
         """Return what is common to all robots' pipelines; a robot adds its transforms."""

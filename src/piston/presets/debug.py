@@ -5,7 +5,7 @@ import dataclasses
 from piston.config import TrainConfig
 from piston.models.configs import Pi0Config, Pi0FASTConfig
 from piston.models.variants import GEMMA, VISION
-from piston.robots.fake import FakeDataConfig
+from piston.robots.simple import FakeDataConfig
 
 _PI0 = Pi0Config(vision=VISION["dummy"], vlm=GEMMA["dummy"], action_expert=GEMMA["dummy"])
 _PI05 = dataclasses.replace(_PI0, pi05=True)

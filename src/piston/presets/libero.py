@@ -3,7 +3,7 @@
 from piston.config import CosineDecaySchedule, TrainConfig
 from piston.models.configs import Pi0Config, Pi0FASTConfig
 from piston.models.variants import GEMMA
-from piston.robots.libero import LeRobotLiberoDataConfig
+from piston.robots.simple import LeRobotLiberoDataConfig
 
 # The first two use delta actions on top of the data set's own.
 _DELTA = LeRobotLiberoDataConfig(

@@ -10,7 +10,7 @@ from piston.config import AdamW, CosineDecaySchedule, TrainConfig
 from piston.models.configs import Pi0Config
 from piston.models.variants import GemmaSize, VisionSize
 from piston.robots.aloha import LeRobotAlohaDataConfig
-from piston.robots.metaworld import LeRobotMetaworldDataConfig
+from piston.robots.simple import LeRobotMetaworldDataConfig
 
 _VLM = GemmaSize(width=128, depth=4, mlp_dim=512, num_heads=4, num_kv_heads=1, head_dim=16)
 _EXPERT = dataclasses.replace(_VLM, width=64, mlp_dim=256)

@@ -2,7 +2,7 @@
 
 from piston.config import AssetsConfig, TrainConfig
 from piston.models.configs import Pi0Config
-from piston.robots.ur5 import LeRobotUR5DataConfig
+from piston.robots.simple import LeRobotUR5DataConfig
 
 PRESETS = (
     TrainConfig(

@@ -1,20 +1,146 @@
-"""Robots: each file holds one robot's Inputs, Outputs and data configuration, and nothing else.
+"""Robots: from a robot's own keys to the model's inputs, and from the model's actions back.
 
-Here is what they all share: how cameras, state and actions become the dictionary that the model
-transforms expect. A robot emits the cameras it has; what becomes of a model's other cameras is the
-model family's affair (`FillCameras`).
+Most robots are tables: a `RobotInputs` and a subclass of `RobotDataConfig`. Numbers are checked
+here, where they enter and leave; later transforms rely on that. A robot emits the cameras that it
+has; `FillCameras` adds the model's others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 
-from piston.transforms.base import Data, listed, require, require_chunk, require_vector
+from piston.config import DataConfig, DataConfigFactory
+from piston.models.configs import ModelConfig
+from piston.transforms.actions import AbsoluteActions, DeltaActions
+from piston.transforms.base import (
+    Data,
+    Group,
+    listed,
+    require,
+    require_chunk,
+    require_mapping,
+    require_vector,
+)
 from piston.transforms.images import to_uint8_hwc
-from piston.transforms.keys import ALWAYS_KEPT
+from piston.transforms.keys import ALWAYS_KEPT, RepackTransform
+
+
+@dataclasses.dataclass(frozen=True)
+class RobotInputs:
+    """From a robot's own keys to the model's."""
+
+    # The robot's name, for messages.
+    name: str
+    # The robot's name of a camera → the model's camera slot.
+    cameras: Mapping[str, str]
+    # The keys whose numbers make up the state, in order, and how many each has.
+    state: Mapping[str, int]
+    action_dim: int
+    # The key of the dictionary that holds the images; None: they are beside the other keys.
+    images: str | None = None
+    # Cameras that may be absent.
+    optional: Collection[str] = ()
+    # Cameras whose images are accepted and not used.
+    unused: Collection[str] = ()
+
+    def __call__(self, data: Data) -> Data:
+        actions = None
+        if "actions" in data:
+            actions = require_chunk(data, "actions", self.action_dim, self.name)
+        images = data if self.images is None else require_mapping(data, self.images, self.name)
+        return model_inputs(
+            data,
+            images=images,
+            cameras=self.cameras,
+            state=self._state(data),
+            actions=actions,
+            context=self.name,
+            optional=self.optional,
+            unused=self.unused,
+        )
+
+    @property
+    def outputs(self) -> RobotOutputs:
+        return RobotOutputs(self.name, self.action_dim)
+
+    def example(self) -> Data:
+        """Return a random observation in the robot's own keys, for tests and to try a policy."""
+        random = np.random.default_rng(0)
+        images = {
+            name: random.integers(256, size=(224, 224, 3), dtype=np.uint8) for name in self.cameras
+        }
+        state = {key: random.random(dim, np.float32) for key, dim in self.state.items()}
+        inside = images if self.images is None else {self.images: images}
+        return {**inside, **state, "prompt": "do something"}
+
+    def _state(self, data: Data) -> np.ndarray:
+        parts: list[np.ndarray] = []
+        for key, dim in self.state.items():
+            value = np.asarray(require(data, key, self.name))
+            if dim == 1 and parts and value.shape == parts[0].shape[:-1]:
+                value = value[..., np.newaxis]  # a number instead of a vector of one
+            parts.append(require_vector({key: value}, key, dim, self.name))
+        if len({part.shape[:-1] for part in parts}) > 1:
+            shapes = {key: part.shape for key, part in zip(self.state, parts)}
+            raise ValueError(f"{self.name}: the shapes are {shapes}; their batch axes must agree.")
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class RobotOutputs:
+    """The robot's own action dimensions, without the model's padding."""
+
+    # The robot's name, for messages.
+    name: str
+    action_dim: int
+
+    def __call__(self, data: Data) -> Data:
+        actions = require_chunk(data, "actions", None, self.name)
+        if actions.shape[-1] < self.action_dim:
+            raise ValueError(
+                f"{self.name}: 'actions' has shape {actions.shape}; expected at least "
+                f"{self.action_dim} dimensions."
+            )
+        return {"actions": actions[..., : self.action_dim]}
+
+
+@dataclasses.dataclass(frozen=True)
+class RobotDataConfig(DataConfigFactory):
+    """A robot that is described by tables."""
+
+    inputs: ClassVar[RobotInputs]
+    # The data set's key for each of the robot's.
+    repack: ClassVar[RepackTransform | None] = None
+
+    def relative_actions(self) -> Sequence[bool] | None:
+        """Return which action dimensions are trained relative to the state; None for none."""
+        return None
+
+    def robot_inputs(self, model_config: ModelConfig) -> RobotInputs:  # noqa: ARG002
+        return self.inputs
+
+    def example(self) -> Data:
+        return self.inputs.example()
+
+    def create(self, assets_dirs: Path, model_config: ModelConfig) -> DataConfig:
+        config = self.create_base_config(assets_dirs, model_config)
+        inputs, relative = self.robot_inputs(model_config), self.relative_actions()
+        transforms = Group([inputs], [inputs.outputs])
+        if relative is not None:
+            transforms = transforms.push([DeltaActions(relative)], [AbsoluteActions(relative)])
+        config = dataclasses.replace(config, data_transforms=transforms)
+        if self.repack is None:
+            return config
+        return dataclasses.replace(
+            config,
+            repack_transforms=Group([self.repack]),
+            action_sequence_keys=(self.repack.structure["actions"],),
+        )
 
 
 def model_inputs(
@@ -24,90 +150,57 @@ def model_inputs(
     cameras: Mapping[str, str],
     state: np.ndarray,
     actions: np.ndarray | None,
-    who: str,
-    spare: Collection[str] = (),
+    context: str,
+    optional: Collection[str] = (),
+    unused: Collection[str] = (),
 ) -> Data:
-    """Image and mask per camera slot, state, actions where there are any, and the prompt.
+    """Return image and mask per camera slot, state, actions if there are any, and the prompt.
 
-    `cameras` goes from the robot's name of a camera to the model's slot; `images` holds the images
-    under the robot's names. `data` is the robot's dictionary, for the prompt. A picture under any
-    other name is refused, unless it is a `spare` one: it would be left out in silence.
+    `cameras` maps the robot's names of cameras, under which `images` holds the images, to the
+    model's slots; those in `optional` may be absent. Raise ValueError for an image of any other
+    camera that is not `unused`, since it would be ignored. `context` is a prefix of messages.
     """
     if len(set(cameras.values())) < len(cameras):
-        raise ValueError(f"{who}: two cameras are mapped to one slot: {dict(cameras)}.")
-    _refuse_unexpected(images, cameras, spare, who)
+        raise ValueError(f"{context}: two cameras are mapped to one slot: {dict(cameras)}.")
+    known = {*cameras, *unused}
+    # In a dictionary with all keys, an image is what looks like one.
+    unknown = {n for n, v in images.items() if images is not data or _is_image(v)} - known
+    if unknown:
+        raise ValueError(
+            f"{context}: camera {listed(unknown)} is not expected; this robot has {listed(known)}. "
+            "Leave it out, or map it to a slot of the model with `cameras`."
+        )
     leading = state.shape[:-1]
-    pixels = {slot: _camera_image(images, name, leading, who) for name, slot in cameras.items()}
-    result: Data = {
+    pixels = {
+        slot: _camera_image(images, name, leading, context)
+        for name, slot in cameras.items()
+        if name in images or name not in optional
+    }
+    if actions is not None and actions.shape[:-2] != leading:
+        raise ValueError(
+            f"{context}: 'actions' has shape {actions.shape}, the state {state.shape}; their "
+            "batch axes must agree: (…, horizon, dim) and (…, dim)."
+        )
+    return {
         "image": pixels,
         "image_mask": {slot: np.ones(leading, dtype=bool)[()] for slot in pixels},
         "state": state,
+        **({} if actions is None else {"actions": actions}),
+        **{key: data[key] for key in ALWAYS_KEPT if key in data},
     }
-    if actions is not None:
-        if actions.shape[:-2] != leading:
-            raise ValueError(
-                f"{who}: 'actions' has shape {actions.shape}, the state {state.shape}; their "
-                "batch axes must agree: (…, horizon, dim) and (…, dim)."
-            )
-        result["actions"] = actions
-    return {**result, **{key: data[key] for key in ALWAYS_KEPT if key in data}}
 
 
-def _refuse_unexpected(
-    images: Mapping[str, Any], cameras: Mapping[str, str], spare: Collection[str], who: str
-) -> None:
-    known = {*cameras, *spare}
-    unexpected = [
-        name for name, value in images.items() if name not in known and np.ndim(value) > 2
-    ]
-    # In a flat dictionary there are chunks of actions besides pictures.
-    pictures = [name for name in unexpected if np.asarray(images[name]).dtype == np.uint8]
-    if pictures:
-        raise ValueError(
-            f"{who}: camera {listed(pictures)} is not expected; this robot's are {listed(known)}. "
-            "Leave it out, or map it to a slot of the model with `cameras`."
-        )
+def _is_image(value: Any) -> bool:
+    return np.ndim(value) > 2 and np.asarray(value).dtype == np.uint8
 
 
 def _camera_image(
-    images: Mapping[str, Any], name: str, leading: tuple[int, ...], who: str
+    images: Mapping[str, Any], name: str, leading: tuple[int, ...], context: str
 ) -> np.ndarray:
-    image = to_uint8_hwc(require(images, name, who), name)
+    image = to_uint8_hwc(require(images, name, context), name)
     if image.shape[:-3] != leading:
         raise ValueError(
-            f"{who}: image {name!r} has shape {image.shape}; expected the state's batch axes "
+            f"{context}: image {name!r} has shape {image.shape}; expected the state's batch axes "
             f"{leading}, then (height, width, 3)."
         )
     return image
-
-
-def optional_actions(data: Mapping[str, Any], dim: int, who: str) -> np.ndarray | None:
-    """The chunk (…, horizon, dim); None at inference, where there are no actions."""
-    return require_chunk(data, "actions", dim, who) if "actions" in data else None
-
-
-def joints_and_gripper(
-    data: Mapping[str, Any], joints: str, gripper: str, num_joints: int, who: str
-) -> np.ndarray:
-    """(…, num_joints + 1) from two keys; the gripper may be a number or a vector of one."""
-    arm = require_vector(data, joints, num_joints, who)
-    width = np.asarray(require(data, gripper, who))
-    if width.shape == arm.shape[:-1]:
-        width = width[..., np.newaxis]
-    hand = require_vector({gripper: width}, gripper, 1, who)
-    if hand.shape[:-1] != arm.shape[:-1]:
-        raise ValueError(
-            f"{who}: {joints!r} has shape {arm.shape} and {gripper!r} {hand.shape}; their batch "
-            "axes must agree."
-        )
-    return np.concatenate([arm, hand], axis=-1)
-
-
-def first_actions(data: Mapping[str, Any], dim: int, who: str) -> np.ndarray:
-    """The robot's own action dimensions, without the model's padding."""
-    actions = require_chunk(data, "actions", None, who)
-    if actions.shape[-1] < dim:
-        raise ValueError(
-            f"{who}: 'actions' has shape {actions.shape}; expected at least {dim} dimensions."
-        )
-    return actions[..., :dim]

@@ -2,27 +2,26 @@
 
     state, action   left arm 6, left gripper 1, right arm 6, right gripper 1
 
-The base models were trained on ALOHA data of another convention than the public ALOHA software
-uses: three joints turn the other way, and grippers are measured by the motor's angle instead of the
-fingers' distance. `adapt_to_pi` translates. It concerns no other robot.
+The base models were trained on ALOHA data of another convention than that of the public ALOHA
+software: three joints turn the other way, and grippers are measured by the motor's angle instead of
+the fingers' distance. `adapt_to_pi` converts between them. No other robot needs this.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import tyro
 from jaxtyping import Float
 
 from piston.config import DataConfig, DataConfigFactory
+from piston.logs import warn_once
 from piston.models.configs import ModelConfig
-from piston.robots import first_actions, model_inputs, optional_actions
+from piston.robots import RobotInputs, RobotOutputs
 from piston.serialization import register
 from piston.transforms.actions import (
     AbsoluteActions,
@@ -30,7 +29,7 @@ from piston.transforms.actions import (
     PerturbState,
     make_bool_mask,
 )
-from piston.transforms.base import Data, Group, listed, missing_key, require_mapping, require_vector
+from piston.transforms.base import Data, Group
 from piston.transforms.keys import RepackTransform
 
 logger = logging.getLogger(__name__)
@@ -39,15 +38,14 @@ DIM = 14
 GRIPPERS = (6, 13)
 # What delta actions are relative in: joints, not grippers.
 JOINTS = make_bool_mask(6, -1, 6, -1)
-REQUIRED_CAMERA = "cam_high"
 # ALOHA's own name → the model's camera slot.
 CAMERAS: Mapping[str, str] = {
     "cam_high": "base_0_rgb",
     "cam_left_wrist": "left_wrist_0_rgb",
     "cam_right_wrist": "right_wrist_0_rgb",
 }
-# Recorded by the robot, in no slot of the models.
-SPARE_CAMERA = "cam_low"
+# Recorded by the robot; the models have no slot for it.
+UNUSED_CAMERA = "cam_low"
 
 _JOINT_SIGNS = np.array([1, -1, -1, 1, 1, 1, 1] * 2)
 
@@ -67,42 +65,33 @@ _COMMAND_RADIANS = (-0.6213, 1.4910)
 class AlohaInputs:
     """From ALOHA's `images` (by camera), `state` and `actions` to the model's.
 
-    `cam_high` is always needed, the wrist cameras where the robot has them.
+    `cam_high` is always needed; the other cameras may be absent.
     """
 
-    # Translate joints and grippers to the convention of the base models' data.
+    # Convert joints and grippers to the convention of the base models' data.
     adapt_to_pi: bool = True
     # ALOHA's camera → the model's camera slot.
     cameras: Mapping[str, str] = dataclasses.field(default_factory=lambda: dict(CAMERAS))
 
     def __call__(self, data: Data) -> Data:
-        who = "AlohaInputs"
-        images = require_mapping(data, "images", who)
-        known = {*self.cameras, SPARE_CAMERA}
-        if unexpected := images.keys() - known:
-            raise ValueError(
-                f"{who}: camera {listed(unexpected)} in 'images' is not expected; ALOHA has "
-                f"{listed(known)}."
-            )
-        if REQUIRED_CAMERA not in images:
-            raise missing_key(REQUIRED_CAMERA, images, f"{who}, 'images'")
-        if SPARE_CAMERA in images and SPARE_CAMERA not in self.cameras:
-            _warn_spare_camera()
-        state = require_vector(data, "state", DIM, who)
-        actions = optional_actions(data, DIM, who)
-        if self.adapt_to_pi:
-            state = _state_to_model(state)
-            actions = None if actions is None else _actions_to_model(actions)
-        present = {name: slot for name, slot in self.cameras.items() if name in images}
-        return model_inputs(
-            data,
-            images=images,
-            cameras=present,
-            state=state,
-            actions=actions,
-            who=who,
-            spare=(SPARE_CAMERA,),
+        robot = RobotInputs(
+            name="ALOHA",
+            cameras=self.cameras,
+            state={"state": DIM},
+            action_dim=DIM,
+            images="images",
+            optional=self.cameras.keys() - {"cam_high"},
+            unused=(UNUSED_CAMERA,),
         )
+        seen = robot(data)
+        if UNUSED_CAMERA in data["images"] and UNUSED_CAMERA not in self.cameras:
+            message = "ALOHA's camera %r has no slot in the model; it is not used."
+            warn_once(logger, "unused camera", message, UNUSED_CAMERA)
+        if self.adapt_to_pi:
+            seen["state"] = _state_to_model(seen["state"])
+            if "actions" in seen:
+                seen["actions"] = _actions_to_model(seen["actions"])
+        return seen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,14 +102,14 @@ class AlohaOutputs:
     adapt_to_pi: bool = True
 
     def __call__(self, data: Data) -> Data:
-        actions = first_actions(data, DIM, "AlohaOutputs")
+        actions = RobotOutputs("ALOHA", DIM)(data)["actions"]
         return {"actions": _actions_to_robot(actions) if self.adapt_to_pi else actions}
 
 
 def make_aloha_example() -> Data:
-    """A random observation in ALOHA's own keys, for tests and warm-up."""
+    """Return a random observation in ALOHA's own keys, for tests and to try a policy."""
     random = np.random.default_rng(0)
-    cameras = (*CAMERAS, SPARE_CAMERA)
+    cameras = (*CAMERAS, UNUSED_CAMERA)
     return {
         "images": {
             name: random.integers(256, size=(3, 224, 224), dtype=np.uint8) for name in cameras
@@ -130,28 +119,23 @@ def make_aloha_example() -> Data:
     }
 
 
-@functools.cache
-def _warn_spare_camera() -> None:
-    logger.warning("ALOHA's camera %r is in no slot of the model; it is not used.", SPARE_CAMERA)
-
-
 def _state_to_model(state: Float[np.ndarray, "*b 14"]) -> Float[np.ndarray, "*b 14"]:
-    """A gripper: fraction of the fingers' distance → metres → motor angle → the model's 0 to 1."""
+    """Convert grippers: fraction of the fingers' distance → metres → motor angle → 0 to 1."""
     metres = _spread(state[..., GRIPPERS], _FINGER_METRES)
     sine = (_HORN_RADIUS**2 + metres**2 - _ARM_LENGTH**2) / (2 * _HORN_RADIUS * metres)
-    # A gripper reported as more than open would leave the linkage's reach.
+    # A gripper that is reported as more than open is beyond the linkage's reach.
     radians = np.arcsin(np.clip(sine, -1.0, 1.0))
     return _with_grippers(state, _fraction(radians, _MODEL_RADIANS))
 
 
 def _actions_to_model(actions: Float[np.ndarray, "*b h 14"]) -> Float[np.ndarray, "*b h 14"]:
-    """An action's gripper commands the motor's angle: in radians, counted from the model's 0."""
+    """Convert gripper commands to the motor's angle in radians, counted from the model's 0."""
     radians = _spread(actions[..., GRIPPERS], _COMMAND_RADIANS)
     return _with_grippers(actions, radians - _MODEL_RADIANS[0])
 
 
 def _actions_to_robot(actions: Float[np.ndarray, "*b h 14"]) -> Float[np.ndarray, "*b h 14"]:
-    """The inverse of `_actions_to_model`."""
+    """Invert `_actions_to_model`."""
     radians = actions[..., GRIPPERS] + _MODEL_RADIANS[0]
     return _with_grippers(actions, _fraction(radians, _COMMAND_RADIANS))
 
@@ -175,14 +159,14 @@ def _spread(values: np.ndarray, span: tuple[float, float]) -> np.ndarray:
 class LeRobotAlohaDataConfig(DataConfigFactory):
     """ALOHA data sets in LeRobot format."""
 
-    robot: ClassVar[str] = "ALOHA"
+    robot = "ALOHA"
 
     # Train on joint positions relative to the state at the start of the chunk; grippers absolute.
     use_delta_joint_actions: bool = True
     # Convert joints and grippers to the conventions of the released models.
     adapt_to_pi: bool = True
-    # Training only: random errors of the joints in the state (std in radians), so that relative
-    # actions learn to correct an error instead of keeping it.
+    # Training only: noise on the joints of the state (std in radians), so that relative actions
+    # learn to correct an error instead of keeping it.
     state_noise: float = 0.0
     # The data set's keys for the robot's own.
     repack_transforms: tyro.conf.Suppress[Group] = Group(
@@ -202,6 +186,9 @@ class LeRobotAlohaDataConfig(DataConfigFactory):
     cameras: dict[str, str] = dataclasses.field(default_factory=lambda: dict(CAMERAS))
     # Control steps between the model's actions; the robot gets those between by interpolation.
     action_stride: int = 1
+
+    def example(self) -> Data:
+        return make_aloha_example()
 
     def create(self, assets_dirs: Path, model_config: ModelConfig) -> DataConfig:
         data_transforms = Group(

@@ -1,0 +1,117 @@
+"""Robots that are tables (UR5, LIBERO, MetaWorld), and random samples without a robot."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from piston.config import DataConfig, DataConfigFactory
+from piston.models.configs import ModelConfig
+from piston.robots import RobotDataConfig, RobotInputs
+from piston.serialization import register
+from piston.transforms.actions import make_bool_mask
+from piston.transforms.keys import RepackTransform
+
+# A six-joint arm with a gripper, a camera from outside and one at the wrist.
+UR5 = RobotInputs(
+    name="UR5",
+    cameras={"base_rgb": "base_0_rgb", "wrist_rgb": "left_wrist_0_rgb"},
+    state={"joints": 6, "gripper": 1},
+    action_dim=7,
+)
+
+# A simulated Franka arm. State: the end effector's position 3 and rotation 3 (axis-angle), fingers
+# 2. Action: its motion 6, gripper 1. The public data set has its images rotated by 180°; whoever
+# renders for a policy that was trained on it must rotate them as well. Nothing is rotated here.
+LIBERO = RobotInputs(
+    name="LIBERO",
+    cameras={"observation/image": "base_0_rgb", "observation/wrist_image": "left_wrist_0_rgb"},
+    state={"observation/state": 8},
+    action_dim=7,
+)
+
+# A simulated Sawyer arm that is moved by its hand, with a camera above the table. State: the hand's
+# position 3, the gripper's opening 1. Action: the hand's motion 3, the gripper's force 1.
+METAWORLD = RobotInputs(
+    name="MetaWorld",
+    cameras={"corner4": "base_0_rgb"},
+    state={"state": 4},
+    action_dim=4,
+    images="images",
+)
+
+
+@register("ur5")
+@dataclasses.dataclass(frozen=True)
+class LeRobotUR5DataConfig(RobotDataConfig):
+    """UR5 data sets in LeRobot format."""
+
+    robot = "UR5"
+    inputs = UR5
+    repack = RepackTransform(
+        {
+            "base_rgb": "image",
+            "wrist_rgb": "wrist_image",
+            "joints": "joints",
+            "gripper": "gripper",
+            "actions": "actions",
+        }
+    )
+
+    def relative_actions(self) -> Sequence[bool]:
+        return make_bool_mask(6, -1)
+
+
+@register("libero")
+@dataclasses.dataclass(frozen=True)
+class LeRobotLiberoDataConfig(RobotDataConfig):
+    """LIBERO data sets in LeRobot format."""
+
+    robot = "LIBERO"
+    inputs = LIBERO
+    repack = RepackTransform(
+        {
+            "observation/image": "image",
+            "observation/wrist_image": "wrist_image",
+            "observation/state": "state",
+            "actions": "actions",
+        }
+    )
+
+    # Subtract the state from the actions once more, as π0's released weights expect. LIBERO's own
+    # actions are relative already; models trained since leave this off.
+    extra_delta_transform: bool = False
+
+    def relative_actions(self) -> Sequence[bool] | None:
+        return make_bool_mask(6, -1) if self.extra_delta_transform else None
+
+
+@register("metaworld")
+@dataclasses.dataclass(frozen=True)
+class LeRobotMetaworldDataConfig(RobotDataConfig):
+    """MetaWorld data sets in LeRobot format, as `piston record` writes them."""
+
+    robot = "MetaWorld"
+    inputs = METAWORLD
+    repack = RepackTransform(
+        {
+            "images": {"corner4": "observation.images.corner4"},
+            "state": "observation.state",
+            "actions": "action",
+        }
+    )
+
+
+@register("fake")
+@dataclasses.dataclass(frozen=True)
+class FakeDataConfig(DataConfigFactory):
+    """Random samples in the model's own shapes; needs no files and no statistics."""
+
+    robot = "fake"
+
+    # Only a name; nothing is read.
+    repo_id: str = "fake"
+
+    def create(self, assets_dirs: Path, model_config: ModelConfig) -> DataConfig:  # noqa: ARG002
+        return DataConfig(repo_id=self.repo_id, fake=True)
