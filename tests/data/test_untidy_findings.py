@@ -23,7 +23,7 @@ from piston.data.loader import Order
 from piston.data.mixture import WeightedMixture
 from piston.data.pipeline import TrainingData, open_source
 from piston.transforms.images import resize_with_pad
-from piston.verification import datasets
+from piston.verification import data
 
 TOP = "observation.images.top"
 
@@ -275,10 +275,10 @@ def test_verify_names_the_file_that_it_cannot_read(tmp_path, content):
     expected = folder.root.with_name("set_expected_items.npz")
     expected.write_bytes(content)
     with pytest.raises(ValueError, match="set_expected_items.npz cannot be read"):
-        list(datasets.replay(folder.root))
+        list(data.replay_dataset(folder.root))
     np.savez(expected, **{"500/action": np.zeros(3)})
     with pytest.raises(ValueError, match="has only 36 frames"):
-        list(datasets.replay(folder.root))
+        list(data.replay_dataset(folder.root))
     np.savez(expected, action=np.zeros(3))
     with pytest.raises(ValueError, match="expected names are"):
-        list(datasets.replay(folder.root))
+        list(data.replay_dataset(folder.root))

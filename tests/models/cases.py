@@ -4,18 +4,44 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from piston.models.autoregressive import Pi0FAST
-from piston.models.configs import ModelConfig
+from piston.models.configs import ModelConfig, Pi0Config, Pi0FASTConfig
 from piston.models.flow import Pi0
+from piston.models.variants import GemmaSize, LoRA, VisionSize
 from piston.observation import Observation
-from piston.verification.models import model_config, observation_of
+from piston.verification.models import observation_of
 from piston.weights import load_model
+
+
+def model_config(facts: Mapping[str, Any]) -> ModelConfig:
+    """Return the configuration that a case states, computed in float32."""
+    lora = facts.get("lora") or {}
+
+    def expert(name: str) -> GemmaSize:
+        return GemmaSize(**facts[name], lora=LoRA(**lora[name]) if name in lora else None)
+
+    shared: dict[str, Any] = {
+        "action_dim": facts["action_dim"],
+        "action_horizon": facts["action_horizon"],
+        "max_token_len": facts["max_token_len"],
+        "dtype": "float32",
+        "vision": VisionSize(**facts["vision"]),
+        "vlm": expert("vlm"),
+        "vocab_size": facts["vocab_size"],
+        "image_size": facts["image_size"],
+        "cameras": tuple(facts["image_keys"]),
+    }
+    if facts["model"] == "pi0_fast":
+        return Pi0FASTConfig(**shared, max_decoding_steps=facts["max_decoding_steps"])
+    return Pi0Config(**shared, action_expert=expert("expert"), pi05=facts["model"] == "pi05")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.models.cases import model_config
 
 from piston.models.configs import ModelConfig, Pi0Config, Pi0FASTConfig
 from piston.models.variants import GemmaSize, LoRA, VisionSize
-from piston.verification.models import model_config
 from piston.weights import build_model
 
 _SIZES: dict[str, Any] = {

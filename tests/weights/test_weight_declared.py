@@ -8,7 +8,6 @@ import shutil
 import pytest
 
 from piston.models.configs import Pi0Config, Pi0FASTConfig
-from piston.verification.models import model_config
 from piston.weights import CheckpointError, build_on_meta, convert, open_checkpoint
 from piston.weights.configs import declared_fields, infer_config
 
@@ -82,10 +81,10 @@ def test_prompts_of_lerobots_fast_are_counted_differently(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["pi0", "pi05", "pi0_lora", "pi0_fast"])
-def test_listed_sizes_are_taken_whole(reference, name):
+def test_listed_sizes_are_taken_whole(reference, reference_config, name):
     """From the case's folder, and from the file or the params folder in it."""
     case = reference / "models" / name
-    stated = model_config(json.loads((case / "config.json").read_text()))
+    stated = reference_config(name)
     for place in (case, case / "model.safetensors", case / "params"):
         if place.exists():
             checkpoint = open_checkpoint(place)

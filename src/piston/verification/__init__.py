@@ -1,7 +1,6 @@
-"""Replays reference cases through the product's own code and measures the largest error.
+"""Reference cases: replay them through Piston's own code and measure the largest errors.
 
-Knows which kind of case a path is; each kind is replayed by a module of its own. All sizes and
-values come from the case's files, so that a case made elsewhere in the same format works too.
+All sizes and values come from the files of a case, so that cases made elsewhere work too.
 """
 
 from __future__ import annotations
@@ -9,35 +8,35 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from piston.verification import datasets, models, norm_stats, transforms
+from piston.verification import data, models
 from piston.verification.quantity import Quantity, failed
 
-# What a kind of case is called → the module that recognises and replays it.
+# Each kind of case, with the functions that recognise and replay it.
 _KINDS: dict[str, tuple[Callable[[Path], bool], Callable[[Path], Iterator[Quantity]]]] = {
-    "transforms (a .json with its .npz beside it)": (transforms.matches, transforms.replay),
-    "models (a folder with case.npz and config.json)": (models.matches, models.replay),
-    "data sets (a folder with meta/info.json)": (datasets.matches, datasets.replay),
-    "norm stats (a folder with norm_stats.json)": (norm_stats.matches, norm_stats.replay),
+    "transforms (a .json with its .npz beside it)": (data.is_transforms, data.replay_transforms),
+    "models (a folder with case.npz and config.json)": (models.is_model, models.replay_model),
+    "data sets (a folder with meta/info.json)": (data.is_dataset, data.replay_dataset),
+    "norm stats (a folder with norm_stats.json)": (data.is_norm_stats, data.replay_norm_stats),
 }
 
 
 def find_cases(path: Path) -> list[Path]:
-    """The path itself if it is a case, else the cases below it."""
+    """Return the path itself if it is a case, else the cases below it."""
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist.")
     if _kind(path) is not None:
         return [path]
     below = sorted(p for p in path.rglob("*") if _kind(p) is not None) if path.is_dir() else []
     if not below:
-        raise ValueError(f"{path} holds no case that is known. Known kinds: {'; '.join(_KINDS)}.")
+        raise ValueError(f"{path} holds no known case. Known kinds: {'; '.join(_KINDS)}.")
     return below
 
 
 def replay(case: Path) -> Iterator[Quantity]:
-    """Every quantity of one case, compared. What cannot be read is a quantity that failed."""
+    """Compare every quantity of a case. One that cannot be read is a failed quantity."""
     kind = _kind(case)
     if kind is None:
-        raise ValueError(f"{case} is no case that is known. Known kinds: {'; '.join(_KINDS)}.")
+        raise ValueError(f"{case} is not a known case. Known kinds: {'; '.join(_KINDS)}.")
     count = 0
     try:
         for quantity in _KINDS[kind][1](case):

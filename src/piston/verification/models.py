@@ -1,11 +1,12 @@
-"""Model cases: a folder with tiny weights (Orbax, and often safetensors), inputs and outputs.
+"""Model cases: folders with small weights (Orbax, often also safetensors), inputs and outputs.
 
-Every quantity is checked once per source of weights. Where the case holds training steps, they run
-through the trainer's own optimizer and mean of weights.
+Every quantity is checked once per source of weights. Training steps of a case run through the
+trainer's own optimizer and mean of weights.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -20,10 +21,8 @@ from torch import Tensor
 from piston import weights
 from piston.config import AdamW, CosineDecaySchedule
 from piston.models import masks
-from piston.models.configs import ModelConfig, Pi0Config, Pi0FASTConfig
 from piston.models.flow import Pi0
 from piston.models.model import Model
-from piston.models.variants import GemmaSize, LoRA, VisionSize
 from piston.observation import Observation
 from piston.training.ema import EMA
 from piston.training.optimizer import clip_gradients, make_optimizer, set_learning_rate
@@ -37,52 +36,31 @@ _END = 1
 _Arrays = Mapping[str, np.ndarray]
 
 
-def matches(path: Path) -> bool:
+def is_model(path: Path) -> bool:
     return (path / "case.npz").is_file() and (path / "config.json").is_file()
 
 
-def replay(path: Path) -> Iterator[Quantity]:
+def replay_model(path: Path) -> Iterator[Quantity]:
     facts = json.loads((path / "config.json").read_text())
     arrays = dict(np.load(path / "case.npz"))
-    config = model_config(facts)
+    if facts["model"] not in _FAMILIES:
+        raise ValueError(f"model is {facts['model']!r}; known are {', '.join(_FAMILIES)}.")
     present = {source: name for source, name in _SOURCES.items() if (path / name).exists()}
     if not present:
         yield failed("weights", f"neither {' nor '.join(_SOURCES.values())} is there")
     for source, name in present.items():
-        for quantity in _replay_source(path, path / name, config, facts, arrays):
+        for quantity in _replay_source(path, path / name, facts, arrays):
             yield Quantity(
                 f"{source} {quantity.name}", quantity.error, quantity.tolerance, quantity.note
             )
 
 
-def model_config(facts: Mapping[str, Any]) -> ModelConfig:
-    """The case's sizes in our words, computed in float32."""
-    if facts["model"] not in _FAMILIES:
-        raise ValueError(f"model is {facts['model']!r}; known are {', '.join(_FAMILIES)}.")
-    lora = facts.get("lora") or {}
-
-    def expert(name: str) -> GemmaSize:
-        return GemmaSize(**facts[name], lora=LoRA(**lora[name]) if name in lora else None)
-
-    shared: dict[str, Any] = {
-        "action_dim": facts["action_dim"],
-        "action_horizon": facts["action_horizon"],
-        "max_token_len": facts["max_token_len"],
-        "dtype": "float32",
-        "vision": VisionSize(**facts["vision"]),
-        "vlm": expert("vlm"),
-        "vocab_size": facts["vocab_size"],
-        "image_size": facts["image_size"],
-        "cameras": tuple(facts["image_keys"]),
-    }
-    if facts["model"] == "pi0_fast":
-        return Pi0FASTConfig(**shared, max_decoding_steps=facts["max_decoding_steps"])
-    return Pi0Config(**shared, action_expert=expert("expert"), pi05=facts["model"] == "pi05")
-
-
 def _replay_source(
-    case: Path, tensors: Path, config: ModelConfig, facts: Mapping[str, Any], arrays: _Arrays
+    case: Path, tensors: Path, facts: Mapping[str, Any], arrays: _Arrays
 ) -> Iterator[Quantity]:
+    # The sizes are those of the case's config.json, which open_checkpoint reads.
+    config = dataclasses.replace(weights.open_checkpoint(tensors).config, dtype="float32")
+
     def load() -> Model:
         return weights.load_model(tensors, config, dtype=torch.float32)
 
@@ -116,9 +94,9 @@ def _autoregressive(model: Model, arrays: _Arrays) -> Iterator[Quantity]:
     expected = arrays["out/greedy_tokens"].astype(np.int64)
     tokens = np.zeros_like(expected)
     observation = observation_of(arrays, "decode_in")
-    written = model.act(observation, num_steps=expected.shape[1]).numpy()
-    tokens[:, : written.shape[1]] = written
-    # The reference writes on in a row that has ended, until all have; what follows means nothing.
+    generated = model.act(observation, num_steps=expected.shape[1]).numpy()
+    tokens[:, : generated.shape[1]] = generated
+    # The reference goes on in rows that have ended until all have; those tokens mean nothing.
     counts = np.cumsum(expected == _END, axis=1) - (expected == _END) == 0
     yield equal("greedy tokens", tokens[counts], expected[counts])
 
@@ -145,7 +123,7 @@ def _flow(model: Pi0, num_steps: int, arrays: _Arrays) -> Iterator[Quantity]:
 
 
 def _layout(model: Pi0, observation: Observation, arrays: _Arrays) -> Iterator[Quantity]:
-    """The prefix as if nothing had been left out, compared where a token is valid."""
+    """Compare the prefix in its unpacked layout, where a token is valid."""
     prefix = model.embed_prefix(observation)
     valid = prefix.packing.valid
     suffix = model.suffix.starts_block(observation.device)
@@ -153,11 +131,11 @@ def _layout(model: Pi0, observation: Observation, arrays: _Arrays) -> Iterator[Q
     everything = torch.cat((valid, valid.new_ones(len(valid), len(suffix))), dim=1)
     yield equal("attn_mask", masks.block_mask(everything, starts[None]), arrays["out/attn_mask"])
     yield equal("positions", masks.positions(everything), arrays["out/positions"])
-    seen = valid.numpy()
+    shown = valid.numpy()
     tokens = prefix.packing.unpack(prefix.tokens).numpy()
-    yield close("prefix_tokens", tokens[seen], arrays["out/prefix_tokens"][seen], _ABSOLUTE)
+    yield close("prefix_tokens", tokens[shown], arrays["out/prefix_tokens"][shown], _ABSOLUTE)
     output = model.prefix_output(observation).numpy()
-    yield close("prefix_out", output[seen], arrays["out/prefix_out"][seen], _ABSOLUTE)
+    yield close("prefix_out", output[shown], arrays["out/prefix_out"][shown], _ABSOLUTE)
 
 
 def _losses(model: Model, arrays: _Arrays) -> Float[Tensor, "b h"]:
@@ -199,25 +177,25 @@ def _training(model: Model, steps: Mapping[str, Any], arrays: _Arrays) -> Iterat
 
 
 def _gradients(model: Model, expected: Mapping[str, float]) -> Iterator[Quantity]:
-    """L2 per array of the JAX tree, which stacks layers and joins key with value, gate with up."""
+    """Compare L2 norms per JAX array, which stacks layers and joins key and value, gate and up."""
     squares = {
         name: 0.0 if p.grad is None else p.grad.double().square().sum().item()
         for name, p in model.named_parameters()
     }
-    # As `allclose`: a gradient that is zero but for rounding (a key's bias, which the softmax does
-    # not see) has no relative error worth the name.
+    # As `allclose` does: a gradient that is zero up to rounding (a key's bias, which does not
+    # change the softmax) has no meaningful relative error.
     rounding = float(np.finfo(np.float32).eps) * max(expected.values())
     errors = {}
     for path, norm in expected.items():
         parts = [part.name.split("*") for part in openpi_jax.TABLE[path]]
-        mine = math.sqrt(
+        found = math.sqrt(
             sum(
                 square
                 for name, square in squares.items()
                 if any(name.startswith(p[0]) and name.endswith(p[-1]) for p in parts)
             )
         )
-        errors[path] = abs(mine - norm) / (norm + rounding / _GRADIENT)
+        errors[path] = abs(found - norm) / (norm + rounding / _GRADIENT)
     worst = max(errors, key=lambda path: errors[path])
     yield Quantity(
         f"{len(errors)} gradients", errors[worst], _GRADIENT, f"relative; worst: {worst}"

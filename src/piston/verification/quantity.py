@@ -1,4 +1,4 @@
-"""One compared quantity: its largest error, what is allowed, and whether that holds."""
+"""A compared quantity: its largest error, the tolerance, and whether the error is within it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Quantity:
-    """`error` is infinite where nothing could be compared; `note` says why."""
+    """`error` is infinite if nothing could be compared; `note` says why."""
 
     name: str
     error: float
@@ -19,14 +19,14 @@ class Quantity:
 
     @property
     def ok(self) -> bool:
-        # Not `error > tolerance`: a NaN is never fine.
+        # Not `error > tolerance`: NaN must fail.
         return self.error <= self.tolerance
 
 
 def close(
     name: str, actual: Any, expected: Any, tolerance: float, relative: bool = False
 ) -> Quantity:
-    """Largest absolute difference, or with `relative` that relative to the expected value."""
+    """Compare by the largest difference: absolute, or relative to the expected value."""
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     if actual.shape != expected.shape:
         return _shapes_differ(name, actual, expected, tolerance)
@@ -38,7 +38,7 @@ def close(
 
 
 def equal(name: str, actual: Any, expected: Any) -> Quantity:
-    """The number of entries that differ; none may."""
+    """Compare by the number of entries that differ; none may."""
     actual, expected = np.asarray(actual), np.asarray(expected)
     if actual.shape != expected.shape:
         return _shapes_differ(name, actual, expected, 0.0)

@@ -1,12 +1,25 @@
-"""Transform cases: a `.json` of prompts, masks and schedules with a `.npz` of arrays beside it."""
+"""Reference cases of data: transforms, norm statistics and data sets.
+
+    transforms.json, transforms.npz   prompts, masks and schedules, and arrays
+    norm_stats.json                   a released file is read and written back byte for byte
+    lerobot_v30/                      a data set
+    lerobot_v30_expected_items.npz    "<index>/<field>": the values of item <index>
+
+A field of an item is one of its keys, or the last part of a camera's name (frames as channels × h ×
+w). A sequence is as long as its `<key>_is_pad`. A data set without expected items is compared with
+itself: frames found by seeking against the same frames decoded in order.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+import tempfile
+import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,9 +31,19 @@ from piston.tokenizers.paligemma import PaligemmaTokenizer
 from piston.transforms.actions import AbsoluteActions, DeltaActions, make_bool_mask
 from piston.transforms.base import compose
 from piston.transforms.images import resize_with_pad
-from piston.transforms.normalize import Normalize, NormStats, Unnormalize
+from piston.transforms.normalize import (
+    Normalize,
+    NormStats,
+    Unnormalize,
+    read_norm_stats,
+    write_norm_stats,
+)
 from piston.transforms.prompts import ExtractFASTActions, TokenizeFASTInputs, TokenizePrompt
 from piston.verification.quantity import Quantity, close, equal, failed
+
+# Decoders and parquet are imported only to replay a data set.
+if TYPE_CHECKING:
+    from piston.data.dataset import LeRobotDataset
 
 _TOLERANCE = 1e-6
 # The reference computes rates in float32.
@@ -34,11 +57,11 @@ _UNDERSTOOD = re.compile(
 )
 
 
-def matches(path: Path) -> bool:
+def is_transforms(path: Path) -> bool:
     return path.suffix == ".json" and path.with_suffix(".npz").is_file()
 
 
-def replay(path: Path) -> Iterator[Quantity]:
+def replay_transforms(path: Path) -> Iterator[Quantity]:
     facts: dict[str, Any] = json.loads(path.read_text())
     arrays = dict(np.load(path.with_suffix(".npz")))
     for name in sorted((*facts, *arrays)):
@@ -67,7 +90,7 @@ def _schedules(facts: dict[str, Any]) -> Iterator[Quantity]:
         if name.startswith("lr/"):
             schedule = CosineDecaySchedule(**case["args"])
             rates = np.array([schedule(step) for step in case["steps"]])
-            # Of the largest: an absolute 1e-6 would say nothing about rates of 1e-5.
+            # Relative to the largest rate: an absolute 1e-6 would not test rates of 1e-5.
             expected = np.array(case["lr"])
             largest = np.abs(expected).max()
             yield close(f"{name} / largest", rates / largest, expected / largest, _RATE_TOLERANCE)
@@ -81,12 +104,12 @@ def _aloha(arrays: _Arrays) -> Iterator[Quantity]:
         to_model = compose([AlohaInputs(adapt_to_pi=adapt_to_pi), DeltaActions(delta)])
         to_robot = compose([AbsoluteActions(delta), AlohaOutputs(adapt_to_pi=adapt_to_pi)])
         state, actions = arrays["aloha/state"], arrays["aloha/actions"]
-        # The adapter wants a picture; which one makes no difference to the numbers.
+        # The adapter needs an image; it does not change the values.
         black = np.zeros((*state.shape[:-1], 2, 2, 3), np.uint8)
-        seen = to_model({"images": {"cam_high": black}, "state": state, "actions": actions})
-        yield close(f"{case}/state", seen["state"], arrays[f"{case}/state"], _TOLERANCE)
+        inputs = to_model({"images": {"cam_high": black}, "state": state, "actions": actions})
+        yield close(f"{case}/state", inputs["state"], arrays[f"{case}/state"], _TOLERANCE)
         yield close(
-            f"{case}/model_actions", seen["actions"], arrays[f"{case}/model_actions"], _TOLERANCE
+            f"{case}/model_actions", inputs["actions"], arrays[f"{case}/model_actions"], _TOLERANCE
         )
         back = to_robot(
             {"state": arrays[f"{case}/state"], "actions": arrays[f"{case}/model_actions"]}
@@ -152,14 +175,14 @@ def _fast(
             yield equal(f"{name} {part}", np.asarray(result[key], int), np.asarray(case[part], int))
         generated = np.array(case["tokens"])[np.array(case["loss_mask"], bool)]
         if generated.size == 0 or generated[-1] != text.eos_id:
-            continue  # the tokens were cut, and with them the chunk
+            continue  # the tokens, and with them the chunk, were truncated
         extract = ExtractFASTActions(prompt, case["horizon"], case["dim"])
         extracted = extract({"actions": generated})["actions"]
         yield close(f"{name} extracted", extracted, case["decoded"], _TOLERANCE)
 
 
 def _task_of(case: dict[str, Any], text: TextTokenizer) -> str:
-    """The sentence is not in the file as text, only inside the tokens."""
+    """Return the task, which the file holds only as tokens."""
     found = re.match(r"Task: (.*?), State: ", text.decode(case["tokens"]), re.DOTALL)
     if found is None:
         raise ValueError(f"No 'Task: …, State: …' in a FAST case's tokens: {case['tokens'][:20]}…")
@@ -167,7 +190,7 @@ def _task_of(case: dict[str, Any], text: TextTokenizer) -> str:
 
 
 def _paligemma(folder: Path) -> PaligemmaTokenizer:
-    """The tokenizer beside the case where there is one, else the public one."""
+    """Return the tokenizer beside the case if there is one, else the public one."""
     beside = folder / "tokenizers" / "paligemma_tokenizer.model"
     return PaligemmaTokenizer(str(beside)) if beside.is_file() else PaligemmaTokenizer()
 
@@ -175,3 +198,135 @@ def _paligemma(folder: Path) -> PaligemmaTokenizer:
 def _public_fast(folder: Path) -> FASTTokenizer:
     beside = folder / "tokenizers" / "fast"
     return FASTTokenizer(str(beside)) if beside.is_dir() else FASTTokenizer()
+
+
+_STATS_FILE = "norm_stats.json"
+
+
+def is_norm_stats(path: Path) -> bool:
+    return (path / _STATS_FILE).is_file()
+
+
+def replay_norm_stats(path: Path) -> Iterator[Quantity]:
+    with tempfile.TemporaryDirectory() as folder:
+        write_norm_stats(Path(folder), read_norm_stats(path))
+        written = np.frombuffer((Path(folder) / _STATS_FILE).read_bytes(), np.uint8)
+    expected = np.frombuffer((path / _STATS_FILE).read_bytes(), np.uint8)
+    yield equal("bytes written back", written, expected)
+
+
+_SUFFIX = "_expected_items.npz"
+_PAD = "_is_pad"
+
+
+def is_dataset(path: Path) -> bool:
+    """Whether the path is a data set, or the file of its expected items."""
+    return (_folder(path) / "meta" / "info.json").is_file()
+
+
+def replay_dataset(path: Path) -> Iterator[Quantity]:
+    from piston.data.dataset import open_dataset
+
+    folder = _folder(path)
+    expected_file = folder.with_name(folder.name + _SUFFIX)
+    if expected_file.is_file():
+        expected = _read_expected(expected_file)
+        dataset = open_dataset(folder, sequences=_sequences(expected))
+        if beyond := [name for name in expected if int(name.partition("/")[0]) >= len(dataset)]:
+            raise ValueError(
+                f"{expected_file} holds {beyond[0]!r}, but {folder} has only {len(dataset)} frames."
+            )
+        yield from _items(dataset, expected)
+    else:
+        yield from _seeking(open_dataset(folder))
+
+
+def _read_expected(path: Path) -> dict[str, np.ndarray]:
+    try:
+        with np.load(path) as stored:
+            expected = {name: stored[name] for name in stored.files}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    for name in expected:
+        index, _, field = name.partition("/")
+        if not index.isdecimal() or not field:
+            raise ValueError(f"{path} holds {name!r}; expected names are <index>/<field>.")
+    return expected
+
+
+def _folder(path: Path) -> Path:
+    if path.name.endswith(_SUFFIX):
+        return path.with_name(path.name.removesuffix(_SUFFIX))
+    return path
+
+
+def _sequences(expected: dict[str, np.ndarray]) -> dict[str, int]:
+    pads = {name.partition("/")[2]: value for name, value in expected.items()}
+    return {f.removesuffix(_PAD): len(v) for f, v in pads.items() if f.endswith(_PAD)}
+
+
+def _items(dataset: LeRobotDataset, expected: dict[str, np.ndarray]) -> Iterator[Quantity]:
+    by_field: dict[str, dict[int, np.ndarray]] = {}
+    for name, value in expected.items():
+        index, _, field = name.partition("/")
+        by_field.setdefault(field, {})[int(index)] = value
+    indices = sorted({index for values in by_field.values() for index in values})
+    items = {index: dataset[index] for index in indices}
+    for field, values in by_field.items():
+        yield _compare(dataset, field, items, values)
+
+
+def _compare(
+    dataset: LeRobotDataset,
+    field: str,
+    items: dict[int, dict[str, Any]],
+    expected: dict[int, np.ndarray],
+) -> Quantity:
+    camera = next((c for c in dataset.cameras if c == field or c.endswith(f".{field}")), None)
+    name = f"{field} ({len(expected)} items)"
+    if camera is None and field not in items[next(iter(expected))]:
+        return failed(name, f"items have no {field!r}")
+    wrong = 0.0
+    for index, value in expected.items():
+        actual = items[index][camera or field]
+        quantity = equal(name, np.moveaxis(actual, -1, -3) if camera else actual, value)
+        if not np.isfinite(quantity.error):
+            return quantity
+        wrong += quantity.error
+    return Quantity(name, wrong, 0.0, "entries that differ")
+
+
+def _seeking(dataset: LeRobotDataset) -> Iterator[Quantity]:
+    for camera in dataset.cameras:
+        wrong, count = 0.0, 0
+        for episode, (start, _) in zip(dataset.episodes, dataset.episode_bounds):
+            if camera not in episode.videos or episode.videos[camera].start > 0:
+                continue
+            steps = sorted({0, episode.length // 3, episode.length - 1})
+            path = dataset.metadata.root / episode.videos[camera].path
+            in_order = _decode_in_order(path, steps)
+            for step in reversed(steps):  # backwards, so that each needs a seek
+                frame = dataset.frame(int(start) + step, [camera])[camera]
+                wrong += equal(camera, frame, in_order[step]).error
+                count += 1
+        if count:
+            yield Quantity(f"{camera} ({count} frames)", wrong, 0.0, "by seeking and in order")
+    rows = [len(dataset.column(key)) for key in dataset.keys]
+    yield equal("rows of every column", rows, [len(dataset)] * len(rows))
+
+
+def _decode_in_order(path: Path, steps: list[int]) -> dict[int, np.ndarray]:
+    """Decode a file from its start, without seeking."""
+    import av
+
+    frames = {}
+    try:
+        with av.open(str(path)) as container:
+            for number, frame in enumerate(container.decode(video=0)):
+                if number in steps:
+                    frames[number] = frame.to_ndarray(format="rgb24")
+    except av.FFmpegError as error:
+        raise ValueError(f"{path} cannot be decoded: {error}") from None
+    if missing := [step for step in steps if step not in frames]:
+        raise ValueError(f"{path} ends before frame {missing[0]}.")
+    return frames
