@@ -25,7 +25,6 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from piston import assets
-from piston.assets import cache, transfer
 
 CONTENT = bytes(range(256)) * 1024  # 256 KiB
 OTHER = CONTENT[::-1]
@@ -116,7 +115,7 @@ def server() -> Iterator[Server]:
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PISTON_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(transfer, "BACKOFF", 0.01)
+    monkeypatch.setattr(assets, "BACKOFF", 0.01)
     return tmp_path / "home"
 
 
@@ -234,7 +233,7 @@ def test_server_without_ranges_that_always_breaks_is_given_up(server: Server) ->
     server.break_after = dict.fromkeys(range(100), 100_000)
     with pytest.raises(assets.DownloadError):
         assets.resolve(server.location())
-    assert len(server.requests) == transfer.ATTEMPTS
+    assert len(server.requests) == assets.ATTEMPTS
 
 
 @pytest.mark.parametrize("length", ["chunked", "close"])
@@ -307,7 +306,7 @@ def test_force_downloads_again_and_keeps_the_old_until_then(server: Server) -> N
 
 def test_full_disk_is_seen_before(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     full = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr(transfer.shutil, "disk_usage", lambda _: full)
+    monkeypatch.setattr(assets.shutil, "disk_usage", lambda _: full)
     with pytest.raises(OSError, match=r"262\.1 kB to download, but only 1\.0 kB free.*PISTON_HOME"):
         assets.resolve(server.location())
 
@@ -402,9 +401,9 @@ class Bucket(MemoryFileSystem):
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
     fsspec.register_implementation("bucket", Bucket, clobber=True)
-    monkeypatch.setitem(cache.SCHEMES, "bucket", cache.Scheme(lambda location: f"get {location}"))
-    monkeypatch.setattr(transfer, "SMALLEST_READ", 1000)
-    monkeypatch.setattr(transfer, "LARGEST_READ", 4000)
+    monkeypatch.setitem(assets.SCHEMES, "bucket", assets.Scheme(lambda location: f"get {location}"))
+    monkeypatch.setattr(assets, "SMALLEST_READ", 1000)
+    monkeypatch.setattr(assets, "LARGEST_READ", 4000)
     for name in ("unreachable", "fail_at"):
         monkeypatch.setattr(Bucket, name, getattr(Bucket, name))
     Bucket.reads.clear()
@@ -430,7 +429,7 @@ ALL = ("params/a", "params/deep/b", "stats.json")
 
 def finished(folder: Path) -> dict[str, bytes]:
     content = content_of(folder)
-    assert set(json.loads(content.pop(cache.COMPLETE))) == set(content)
+    assert set(json.loads(content.pop(assets.COMPLETE))) == set(content)
     return content
 
 
@@ -529,7 +528,7 @@ def test_a_folder_waits_for_another_process_until_something_fails(
     monkeypatch.setattr(Bucket, "fail_at", deny)
     begun = time.monotonic()
     with (
-        cache._lock(folder / "params/a"),  # as another process would hold it
+        assets._lock(folder / "params/a"),  # as another process would hold it
         pytest.raises(PermissionError, match="not yours"),
     ):
         assets.resolve("bucket://things/model")
@@ -550,7 +549,7 @@ def test_interrupted_folder_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(assets.DownloadError, match="the line went dead"):
         assets.resolve("bucket://things/model")
     folder = assets.home() / "assets/bucket/things/model"
-    assert not (folder / cache.COMPLETE).exists()
+    assert not (folder / assets.COMPLETE).exists()
     monkeypatch.setattr(Bucket, "fail_at", lambda *_: False)
     Bucket.reads.clear()
     assert assets.resolve("bucket://things/model") == folder
@@ -575,7 +574,7 @@ def test_force_replaces_a_folder(bucket: Bucket) -> None:
     bucket.rm("/things/model/stats.json")
     assets.resolve("bucket://things/model", force=True)
     content = content_of(folder)
-    del content[cache.COMPLETE]
+    del content[assets.COMPLETE]
     assert content == {**expected("params/a", "params/deep/b"), "notes.txt": b"mine"}
 
 
@@ -589,7 +588,7 @@ def test_force_on_a_part_of_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
         assets.resolve("bucket://things/model")
     monkeypatch.setattr(Bucket, "fail_at", lambda *_: False)
     assets.resolve("bucket://things/model/params")
-    assert (folder / "params" / cache.COMPLETE).exists()
+    assert (folder / "params" / assets.COMPLETE).exists()
     assets.resolve("bucket://things/model")
     assert {name: content_of(folder)[name] for name in ALL} == expected(*ALL)
 
@@ -620,7 +619,7 @@ def test_listings_cannot_lead_out(home: Path, name: str) -> None:
 def test_listings_cannot_claim_completeness(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bucket.pipe_file(f"/things/model/{cache.COMPLETE}", b"{}")
+    bucket.pipe_file(f"/things/model/{assets.COMPLETE}", b"{}")
     monkeypatch.setattr(Bucket, "fail_at", lambda path, _: path.endswith("a"))
     for _ in range(2):
         with pytest.raises(assets.DownloadError):
@@ -631,7 +630,7 @@ def test_listings_cannot_claim_completeness(
 def test_folder_needs_room_for_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     total = sum(map(len, expected(*ALL).values()))
     usage = type("Usage", (), {"free": total - 1})
-    monkeypatch.setattr(transfer.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(assets.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(OSError, match="to download, but only"):
         assets.resolve("bucket://things/model")
     usage.free = total
@@ -701,7 +700,7 @@ def resolve_hf(endpoint: str, *locations: str) -> subprocess.CompletedProcess[st
     code = """if True:
         import sys
         from piston import assets
-        assets.transfer.BACKOFF = 0.01
+        assets.BACKOFF = 0.01
         for location in sys.argv[1:]:
             assets.resolve(location)
     """

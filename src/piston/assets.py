@@ -1,0 +1,539 @@
+"""A location (path, file://, http(s)://, gs://, hf://) becomes a local file or folder.
+
+    <home>/assets/<scheme>/<host or bucket>/<path>    users may also put files here by hand
+        model.safetensors                   complete: only a rename gives a file this name
+        model.safetensors.partial           the bytes that have arrived
+        model.safetensors.partial.version   the version of the remote file that they belong to
+        .piston-complete                    all files of this folder are there (JSON: versions)
+        .piston-incomplete                  the same, while the folder is being downloaded
+    <home>/locks/…                          one per file or folder that was ever downloaded
+
+A download that was interrupted continues where it stopped. Several processes may ask for the same
+location: one of them downloads it. What is there is used without asking for a newer version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import functools
+import hashlib
+import json
+import logging
+import os
+import queue
+import re
+import shlex
+import shutil
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import filelock
+import fsspec
+from rich import filesize
+
+from piston.progress import BYTES, ProgressBar
+
+logger = logging.getLogger(__name__)
+
+COMPLETE, INCOMPLETE = ".piston-complete", ".piston-incomplete"
+ATTEMPTS = 4  # in a row without a new byte
+BACKOFF = 0.5  # seconds before the second attempt; doubles with each further one
+TIMEOUT = 30.0  # seconds without data
+SMALLEST_READ, LARGEST_READ = 2**20, 2**26
+FILES_AT_ONCE = 8
+_SECONDS_TO_STOP = 3.0
+
+T = TypeVar("T")
+Show = Callable[[int, int | None], None]  # bytes that are there, bytes of the whole file
+Infos = dict[str, dict[str, Any]]  # fsspec's description of each file, by its relative path
+
+
+class DownloadError(ConnectionError):
+    """The network failed; the message says how to continue without it."""
+
+
+class _Interrupted(Exception):
+    """A transfer failed in a way that may not happen again."""
+
+
+class _Stopped(Exception):
+    """Another file of the folder failed, or the user stopped the download."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """A kind of location that is read through HTTP, or through fsspec's file system of its name."""
+
+    by_hand: Callable[[str], str]  # returns the command with which a user downloads a location
+    is_http: bool = False
+    install: str = "pip install --upgrade piston"  # if its file system is not installed
+
+
+def home() -> Path:
+    """Return the folder for downloads: PISTON_HOME, or ~/.cache/piston."""
+    return Path(os.environ.get("PISTON_HOME") or "~/.cache/piston").expanduser().absolute()
+
+
+def resolve(location: str | os.PathLike[str], *, force: bool = False) -> Path:
+    """Return the local file or folder of a location; download it unless it is there.
+
+    `force` downloads it again. Local paths are returned unchanged.
+    """
+    text = os.fspath(location)
+    match = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", text)
+    if match is None or match[1].lower() == "file":
+        path = Path(_path_of_file_url(text) if match else text).expanduser()
+        if not path.exists():
+            raise FileNotFoundError(f"{path.absolute()} does not exist (asked for: {text}).")
+        return path
+    scheme = match[1].lower()
+    if scheme not in SCHEMES:
+        known = ", ".join(f"{name}://" for name in ("file", *SCHEMES))
+        raise ValueError(f"Unknown scheme {scheme}:// in {text}. Known: a local path, {known}.")
+    text = scheme + text[len(scheme) :]
+    target = home().joinpath("assets", scheme, *_parts(text))
+    if not force and _is_present(target):
+        return target
+    with _lock(target):
+        if force or not _is_present(target):  # another process may have downloaded it
+            try:
+                _download(text, target, force)
+            except _Interrupted as interruption:
+                raise DownloadError(
+                    f"Could not download {text}: {interruption}.\n"
+                    "Run again to continue from where it stopped. Without network, "
+                    + _instructions(text, target)
+                ) from interruption
+    return target
+
+
+# Names.
+
+
+def _path_of_file_url(location: str) -> str:
+    url = urllib.parse.urlsplit(location)
+    if url.netloc not in ("", "localhost"):
+        raise ValueError(f"{location} names the host {url.netloc!r}; write file:///path.")
+    return urllib.request.url2pathname(url.path)
+
+
+def _parts(location: str) -> list[str]:
+    """Return the path of a location in the cache: host or bucket, folders, name."""
+    scheme, _, path = location.partition("://")
+    query = ""
+    if SCHEMES[scheme].is_http:
+        url = urllib.parse.urlsplit(location)
+        path, query = url.netloc + url.path, url.query
+        if "@" in url.netloc or path.endswith("/"):
+            raise ValueError(f"{location}: expected {scheme}://host/path/to/file, and no password.")
+    parts = _safe_parts(path, location)
+    if len(parts) < (3 if scheme == "hf" and parts[:1] == ["datasets"] else 2):
+        hf = "hf://owner/name[/path] or hf://datasets/owner/name[/path]"
+        expected = hf if scheme == "hf" else f"{scheme}://host-or-bucket/path"
+        raise ValueError(f"{location} is too short; expected {expected}.")
+    if len(query) > 100:  # a signed URL: too long for a file name
+        query = hashlib.sha256(query.encode()).hexdigest()[:16]
+    if query:
+        parts[-1] += "?" + urllib.parse.quote(query, safe="=&")
+    return parts
+
+
+def _safe_parts(path: str, location: str) -> list[str]:
+    parts = [part for part in path.split("/") if part]
+    if any(part in (".", "..") or "\\" in part or "\0" in part for part in parts):
+        raise ValueError(f"{location}: refused the path {path!r}, which may lead out of the cache.")
+    return parts
+
+
+def _instructions(location: str, target: Path) -> str:
+    scheme = SCHEMES[location.partition("://")[0]]
+    mark = f"if it is a folder, with the mark that it is complete:\n    touch {{}}/{COMPLETE}\n"
+    return (
+        f"download it elsewhere, for example with\n    {scheme.by_hand(location)}\n"
+        f"and put it at\n    {target}\n"
+        + ("" if scheme.is_http else mark.format(shlex.quote(str(target))))
+        + "It is then used as it is."
+    )
+
+
+def _hf_command(location: str) -> str:
+    parts = _parts(location)
+    kind = " --repo-type dataset" if parts[0] == "datasets" else ""
+    owner, repository, *path = parts[1:] if kind else parts
+    name, _, revision = repository.partition("@")
+    command = f"hf download {owner}/{name}{kind}" + (f" --revision {revision}" if revision else "")
+    return command + (f" --include '{'/'.join(path)}*'" if path else "") + f" --local-dir {name}"
+
+
+_HTTP = Scheme(lambda location: f"curl -fLO {shlex.quote(location)}", is_http=True)
+_GS = Scheme(
+    lambda location: f"gcloud storage cp -r {shlex.quote(location)} .",
+    install="pip install 'piston[gs]'",
+)
+SCHEMES = {"http": _HTTP, "https": _HTTP, "gs": _GS, "hf": Scheme(_hf_command)}
+
+
+# The cache.
+
+
+def _is_present(target: Path) -> bool:
+    """Whether a file exists, or a folder is marked complete, itself or by a folder around it."""
+    if not target.is_dir():
+        return target.is_file()
+    for folder in (target, *target.parents):
+        if (folder / COMPLETE).exists():
+            return True
+        if (folder / INCOMPLETE).exists():
+            return False
+    return False
+
+
+@contextlib.contextmanager
+def _lock(target: Path, stopped: threading.Event | None = None) -> Iterator[None]:
+    """Hold the lock of a target among all processes; the system releases it if this one dies."""
+    path = home() / "locks" / target.relative_to(home() / "assets")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(f"{path}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        logger.info("Waiting for another process that is downloading %s", target)
+        while not lock.is_locked:
+            if stopped is not None and stopped.is_set():
+                raise _Stopped from None
+            with contextlib.suppress(filelock.Timeout):
+                lock.acquire(timeout=0.5)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _download(location: str, target: Path, force: bool) -> None:
+    logger.info("Downloading %s to %s", location, target)
+    scheme, _, path = location.partition("://")
+    if SCHEMES[scheme].is_http:
+        open_stream: OpenStream = functools.partial(_open_http, location)
+    else:
+        files = _file_system(location, target)
+        info = _ask(location, lambda: files.info(path.rstrip("/")))
+        if info["type"] == "directory":
+            _download_folder(files, info["name"].rstrip("/"), target, location, force)
+            return
+        open_stream = functools.partial(_open_file, files, info["name"], location)
+    there = 0 if force else _size_of(_partial_of(target))
+    with ProgressBar(target.name, BYTES, done=there, after=1) as bar:
+        _fetch(open_stream, target, bar.show, force)
+
+
+def _file_system(location: str, target: Path) -> Any:
+    scheme = location.partition("://")[0]
+    try:
+        return fsspec.filesystem(scheme, skip_instance_cache=True)
+    except ImportError as error:
+        raise ImportError(
+            f"{location} needs a package that is not installed: {error}. "
+            f"Run: {SCHEMES[scheme].install}\nOr {_instructions(location, target)}"
+        ) from error
+
+
+def _download_folder(files: Any, root: str, target: Path, location: str, force: bool) -> None:
+    listing = _ask(location, lambda: files.find(root, detail=True))
+    infos = _by_relative_path(listing, root, location)
+    target.mkdir(parents=True, exist_ok=True)
+    # Folders around this one are not complete either until all of its files are there again.
+    folders = [target, *(folder for folder in target.parents if (folder / COMPLETE).exists())]
+    for folder in folders:
+        if (folder / COMPLETE).exists():
+            (folder / COMPLETE).replace(folder / INCOMPLETE)
+    _remove_outdated(infos, target, force)
+    missing = [name for name in infos if not (target / name).exists()]
+    there = sum(_size_of(_partial_of(target / name)) for name in missing)
+    _require_space(target, sum(infos[name]["size"] for name in missing) - there)
+    _fetch_all(files, infos, target, location, force)
+    for folder in folders:
+        (folder / INCOMPLETE).replace(folder / COMPLETE)
+
+
+def _by_relative_path(listing: Infos, root: str, location: str) -> Infos:
+    infos = {}
+    for name, info in listing.items():
+        # Object stores mark "folders" with empty objects whose names end in a slash.
+        if info["type"] != "file" or name.endswith("/"):
+            continue
+        if not name.startswith(root + "/"):
+            raise ValueError(f"{location}: its listing has {name!r}, which is not in {root!r}.")
+        parts = _safe_parts(name[len(root) + 1 :], location)
+        if parts[-1] not in (COMPLETE, INCOMPLETE):  # only this module writes these
+            infos["/".join(parts)] = info
+    if not infos:
+        raise FileNotFoundError(f"{location} is a folder without any file.")
+    return infos
+
+
+def _remove_outdated(infos: Infos, target: Path, force: bool) -> None:
+    """Remove files of other versions that an earlier attempt left; write down these versions."""
+    note = target / INCOMPLETE
+    earlier = json.loads((note.read_text() if note.exists() else "") or "{}")
+    versions = {name: _version_of(info) for name, info in infos.items()}
+    for name in earlier.keys() | versions.keys():
+        file, now = target / name, versions.get(name)
+        if not file.exists():
+            continue
+        if force or earlier.get(name, now) != now or file.stat().st_size != infos[name]["size"]:
+            logger.warning("Removing %s, to download it again", file)
+            file.unlink()
+    note.write_text(json.dumps(versions, indent=1))
+
+
+def _fetch_all(files: Any, infos: Infos, target: Path, location: str, force: bool) -> None:
+    """Download several files at a time: a checkpoint has hundreds, most of them small."""
+    waiting = queue.SimpleQueue[str]()
+    for name in sorted(infos):
+        waiting.put(name)
+    done = {name: _size_of(target / name) or _size_of(_partial_of(target / name)) for name in infos}
+    total = sum(info["size"] for info in infos.values())
+    bar = ProgressBar(target.name, BYTES, total, done=sum(done.values()), after=1)
+    stopped, failures = threading.Event(), list[Exception]()
+
+    def fetch_one(name: str) -> None:
+        def show(num_bytes: int, _: int | None) -> None:
+            if stopped.is_set():
+                raise _Stopped
+            done[name] = num_bytes
+            bar.show(sum(done.values()))
+
+        with _lock(target / name, stopped):
+            if not (target / name).is_file():
+                source = functools.partial(
+                    _open_file, files, infos[name]["name"], f"{location}/{name}"
+                )
+                try:
+                    _fetch(source, target / name, show, force)
+                except _Interrupted as interruption:
+                    raise _Interrupted(f"{name}: {interruption}") from interruption
+
+    def work() -> None:
+        try:
+            while not stopped.is_set():
+                fetch_one(waiting.get_nowait())
+        except (queue.Empty, _Stopped):
+            pass
+        except Exception as error:
+            failures.append(error)
+            stopped.set()
+
+    # Not an executor: at exit Python would wait for its threads, also for one that hangs.
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(FILES_AT_ONCE)]
+    try:
+        with bar:
+            for thread in threads:
+                thread.start()
+            while any(thread.is_alive() for thread in threads) and not stopped.wait(0.05):
+                pass
+    finally:
+        stopped.set()  # also after Ctrl-C: the other threads end at their next bytes
+    if failures:
+        end = time.monotonic() + _SECONDS_TO_STOP
+        for thread in threads:
+            thread.join(max(end - time.monotonic(), 0))
+        raise failures[0]
+
+
+# The transfer of one file.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stream:
+    location: str
+    start: int  # its first byte: 0 if the server cannot start elsewhere
+    size: int | None  # of the whole file; some servers do not say
+    version: str
+    read: Callable[[int], bytes]
+    close: Callable[[], None]
+
+
+OpenStream = Callable[[int, bool], _Stream]  # first byte; whether an earlier attempt failed
+
+
+def _fetch(open_stream: OpenStream, target: Path, show: Show, force: bool) -> None:
+    """Download a file to `.partial`, continuing with the bytes that are there, then rename it."""
+    if target.is_dir():
+        raise IsADirectoryError(
+            f"{target} is a folder, because files below it were downloaded, but the location is "
+            "a file. Remove the folder first."
+        )
+    partial = _partial_of(target)
+    version = Path(f"{partial}.version")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if force:
+        partial.unlink(missing_ok=True)
+    failed = False
+
+    def attempt() -> None:
+        nonlocal failed
+        again, failed = failed, True
+        _attempt(lambda start: open_stream(start, again), partial, version, show)
+
+    _retry(attempt, target.name, lambda: _size_of(partial))
+    partial.replace(target)
+    version.unlink()
+
+
+def _retry(attempt: Callable[[], T], what: str, reached: Callable[[], int] = lambda: 0) -> T:
+    """Repeat an attempt until it succeeds, or several in a row made no progress."""
+    furthest, failures = reached(), 0
+    while True:
+        try:
+            return attempt()
+        except _Interrupted as interruption:
+            failures += 1
+            if reached() > furthest:
+                furthest, failures = reached(), 1
+            if failures >= ATTEMPTS:
+                raise
+            wait = BACKOFF * 2 ** (failures - 1)
+            logger.warning("%s: %s. Trying again in %.1f s", what, interruption, wait)
+            time.sleep(wait)
+
+
+def _attempt(
+    open_stream: Callable[[int], _Stream], partial: Path, version: Path, show: Show
+) -> None:
+    done = _size_of(partial) if version.exists() else 0
+    stream = open_stream(done)
+    if done and (stream.start != done or stream.version != version.read_text()):
+        logger.info("%s: the remote file has changed; starting again", partial)
+        if stream.start:
+            stream.close()
+            stream = open_stream(0)
+        done = 0
+    with contextlib.closing(stream):
+        if not done:
+            # In this order: the name of a new version is never beside bytes of an old one.
+            partial.unlink(missing_ok=True)
+            version.write_text(stream.version)
+        _receive(stream, partial, show)
+
+
+def _receive(stream: _Stream, partial: Path, show: Show) -> None:
+    """Append the stream to the file; reads grow while they take less than a second."""
+    done, length = stream.start, SMALLEST_READ
+    _require_space(partial.parent, (stream.size or done) - done)
+    show(done, stream.size)
+    with partial.open("ab") as file:
+        while True:
+            begun = time.monotonic()
+            with _sorted_errors(stream.location):
+                chunk = stream.read(length)
+            if not chunk:
+                break
+            quick = time.monotonic() - begun < 1
+            length = min(2 * length, LARGEST_READ) if quick else max(length // 2, SMALLEST_READ)
+            file.write(chunk)
+            done += len(chunk)
+            show(done, stream.size)
+        file.flush()
+        os.fsync(file.fileno())
+    if stream.size is not None and done != stream.size:
+        if done > stream.size:
+            partial.unlink()
+        raise _Interrupted(f"got {done} bytes of {stream.size}")
+
+
+def _open_http(location: str, start: int, again: bool = False) -> _Stream:  # noqa: ARG001
+    """Open a URL. fsspec's HTTP files do not notice that a file changed between two requests."""
+    url = urllib.parse.quote(location.partition("#")[0], safe=":/?[]@!$&'()*+,;=%~")
+    headers = {"User-Agent": "piston", **({"Range": f"bytes={start}-"} if start else {})}
+    with _sorted_errors(location):
+        try:
+            request = urllib.request.Request(url, headers=headers)
+            response = urllib.request.urlopen(request, timeout=TIMEOUT)
+        except urllib.error.HTTPError as error:
+            if error.code != 416 or not start:
+                raise
+            return _open_http(location, 0)  # the file has become shorter
+    headers = response.headers
+    begin, size = 0, headers["Content-Length"] and int(headers["Content-Length"])
+    if response.status == 206:
+        found = re.match(r"bytes (\d+)-\d+/(\d+)", headers["Content-Range"] or "")
+        begin, size = (int(found[1]), int(found[2])) if found else (-1, None)
+    version = f"{headers['ETag'] or headers['Last-Modified']} {size}"
+    return _Stream(location, begin, size, version, response.read1, response.close)
+
+
+def _open_file(files: Any, path: str, location: str, start: int, again: bool) -> _Stream:
+    with _sorted_errors(location):
+        if again:  # the file may have changed
+            files.invalidate_cache()
+        info = files.info(path)
+        file = files.open(path, "rb", cache_type="none")
+        file.seek(start)
+    return _Stream(location, start, info["size"], _version_of(info), file.read, file.close)
+
+
+def _ask(location: str, question: Callable[[], T]) -> T:
+    def attempt() -> T:
+        with _sorted_errors(location):
+            return question()
+
+    return _retry(attempt, location)
+
+
+@contextlib.contextmanager
+def _sorted_errors(location: str) -> Iterator[None]:
+    """Raise FileNotFoundError, PermissionError or _Interrupted for the errors of any library.
+
+    Every file system raises errors of its own; what is neither of the first two is tried again.
+    """
+    try:
+        yield
+    except _Interrupted:
+        raise
+    except Exception as error:
+        response = getattr(error, "response", None)
+        status = getattr(error, "code", getattr(response, "status_code", None))
+        if isinstance(error, FileNotFoundError) or status in (404, 410):
+            raise FileNotFoundError(
+                f"{location} is not there: {error}. Check the spelling and, if it is private, "
+                "that you are logged in."
+            ) from error
+        if isinstance(error, PermissionError) or status in (401, 403):
+            raise PermissionError(
+                f"No access to {location}: {error}. Log in (for hf:// with: hf auth login; for "
+                "gs:// with: gcloud auth application-default login)."
+            ) from error
+        raise _Interrupted(f"{type(error).__name__}: {error}") from error
+
+
+def _require_space(folder: Path, size: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if size > free:
+        raise OSError(
+            errno.ENOSPC,
+            f"{filesize.decimal(size)} to download, but only {filesize.decimal(free)} free. "
+            "Make room, or set PISTON_HOME to a folder on a larger disk",
+            str(folder),
+        )
+
+
+def _version_of(info: dict[str, Any]) -> str:
+    """Return a text that changes with the file, from fsspec's description of it."""
+    keys = ("etag", "ETag", "blob_id", "xet_hash", "generation", "mtime", "created")
+    return f"{next((info[key] for key in keys if info.get(key)), None)} {info['size']}"
+
+
+def _partial_of(target: Path) -> Path:
+    return Path(f"{target}.partial")
+
+
+def _size_of(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
