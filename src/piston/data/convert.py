@@ -17,8 +17,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from piston.data.check import inspect_files
-from piston.data.columns import decode_image, to_array
+from piston.data.check import Findings, inspect_files
+from piston.data.columns import Rows, decode_image
 from piston.data.encoding import VideoEncoding, VideoThread, probe_video
 from piston.data.episode_stats import (
     EpisodeStats,
@@ -96,7 +96,7 @@ def convert_to_v30(
         writer = DatasetWriter(folder, new_info(metadata.fps, features, metadata.robot_type))
         writer.start()
         writer.add_tasks(text for _, text in sorted(metadata.tasks.items()))
-        reader = _SourceReader(metadata, features, folder, stats, choose_encoding(codec), task)
+        reader = _SourceReader(findings, features, folder, stats, choose_encoding(codec), task)
         total, done = sum(episode.length for episode in kept), 0
         for episode in kept:
             try:
@@ -201,14 +201,14 @@ class _SourceReader:
 
     def __init__(
         self,
-        metadata: Metadata,
+        findings: Findings,
         features: Features,
         folder: Path,
         stats: Mapping[int, EpisodeStats],
         encoding: VideoEncoding,
         task: str | None,
     ) -> None:
-        self._metadata = metadata
+        self._metadata, self._files = findings.metadata, findings.files
         self._features = features
         self._folder = folder
         self._stats = stats
@@ -218,54 +218,53 @@ class _SourceReader:
         self.num_retimed = 0
 
     def read(self, episode: Episode) -> NewEpisode:
-        path = self._metadata.root / episode.data_path
-        try:
-            with pq.ParquetFile(path) as file:
-                stored = set(file.schema_arrow.names)
-                table = file.read(columns=[key for key in self._features if key in stored])
-        except (pa.ArrowException, OSError) as error:
-            raise ValueError(f"{path} cannot be read: {error}") from None
-        columns = self._columns(table, path)
+        rows = self._files[episode.data_path].rows[episode.index]
+        columns = self._columns(episode, rows)
         return NewEpisode(
             columns=columns,
-            frame_tasks=self._frame_tasks(episode, table, path),
+            frame_tasks=self._frame_tasks(episode, rows),
             videos={camera: self._video(episode, camera) for camera in cameras(self._features)},
             image_stats=self._stats.get(episode.index) or self._image_stats(episode, columns),
-            timestamps=self._timestamps(table, path),
+            timestamps=self._timestamps(rows),
             tasks=episode.tasks or None,
         )
 
-    def _columns(self, table: pa.Table, path: Path) -> dict[str, Any]:
+    def _columns(self, episode: Episode, rows: Rows) -> dict[str, Any]:
         columns: dict[str, Any] = {}
         for key, entry in self._features.items():
-            if entry["dtype"] == "image":
+            if entry["dtype"] not in ("image", "video") and key not in BOOKKEEPING:
+                columns[key] = _as_declared(rows[key], entry, f"{episode.data_path}: {key}")
+        if keys := image_columns(self._features):
+            path = self._metadata.root / episode.data_path
+            try:
+                table = pq.read_table(path, columns=keys)
+            except (pa.ArrowException, OSError) as error:
+                raise ValueError(f"{path} cannot be read: {error}") from None
+            for key in keys:
                 cells = table[key].to_pylist()
                 columns[key] = [_image_bytes(cell, self._metadata.root) for cell in cells]
-            elif entry["dtype"] != "video" and key not in BOOKKEEPING:
-                values = to_array(table[key], tuple(entry["shape"]), path, key)
-                columns[key] = _as_declared(values, entry, key, path)
         return columns
 
-    def _timestamps(self, table: pa.Table, path: Path) -> np.ndarray | None:
+    def _timestamps(self, rows: Rows) -> np.ndarray | None:
         """Return the source's own, unless they differ from those of the video frames."""
-        if "timestamp" not in table.column_names:
+        if "timestamp" not in rows:
             return None
-        times = to_array(table["timestamp"], (), path, "timestamp").reshape(-1)
+        times = rows["timestamp"].reshape(-1)
         if np.abs(times - np.arange(len(times)) / self._metadata.fps).max() < TOLERANCE_S:
             return times
         self.num_retimed += 1
         return None
 
-    def _frame_tasks(self, episode: Episode, table: pa.Table, path: Path) -> list[str]:
+    def _frame_tasks(self, episode: Episode, rows: Rows) -> list[str]:
         default = episode.tasks[0] if episode.tasks else self._task
         texts = [default] * episode.length
-        if "task_index" in table.column_names and self._metadata.tasks:
-            numbers = to_array(table["task_index"], (), path, "task_index").reshape(-1)
+        if "task_index" in rows and self._metadata.tasks:
+            numbers = rows["task_index"].reshape(-1)
             texts = [self._metadata.tasks.get(int(number), default) for number in numbers]
         found = [text for text in texts if text is not None]
         if len(found) < len(texts):
             raise ValueError(
-                f"{path}: episode {episode.index} names no task. Give one for such episodes: --task"
+                f"episode {episode.index} names no task. Give one for such episodes: --task"
             )
         return found
 
@@ -308,18 +307,17 @@ class _SourceReader:
         return stats
 
 
-def _as_declared(values: np.ndarray, entry: Mapping[str, Any], key: str, path: Path) -> np.ndarray:
+def _as_declared(values: np.ndarray, entry: Mapping[str, Any], where: str) -> np.ndarray:
+    """Return a column with the declared shape and dtype; raise ValueError if it does not fit."""
     if entry["dtype"] == "string":
         return values
     shape, dtype = tuple(entry["shape"]), np.dtype(entry["dtype"])
     if values[0].size != np.prod(shape) or not np.can_cast(values.dtype, dtype, "same_kind"):
-        raise ValueError(
-            f"{path}: {key} is {values.dtype}{list(values.shape[1:])}, "
-            f"declared {dtype}{list(shape)}"
-        )
+        found = f"{values.dtype}{list(values.shape[1:])}"
+        raise ValueError(f"{where} is {found}, declared {dtype}{list(shape)}")
     if values.dtype.kind == "f" and not np.isfinite(values).all():
         row = int(np.flatnonzero(~np.isfinite(values.reshape(len(values), -1)).all(axis=1))[0])
-        raise ValueError(f"{path}: {key} is NaN or infinite in row {row}")
+        raise ValueError(f"{where} is NaN or infinite in row {row}")
     return values.astype(dtype).reshape(len(values), *shape)
 
 

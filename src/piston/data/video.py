@@ -211,7 +211,9 @@ class VideoReader:
 class VideoReaders:
     """Open readers; the least recently used is closed first. Safe for threads, forks, pickling."""
 
-    def __init__(self, capacity: int = 32) -> None:
+    def __init__(self, capacity: int = 128) -> None:
+        # Recorded sets have a file per episode and camera. Opening one costs as much as decoding a
+        # small frame; an open reader takes 1 to 3 MB.
         if capacity < 1:
             raise ValueError(f"capacity is {capacity}; at least one reader has to be kept.")
         self.capacity = capacity
