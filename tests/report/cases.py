@@ -11,7 +11,7 @@ from piston.data.recorder import Recorder
 from piston.models.variants import GemmaSize, VisionSize
 from piston.robots.aloha import DIM
 from piston.sim.rollouts import write_mp4
-from piston.sim.scores import Evaluation, Outcome, Trace
+from piston.sim.scores import Evaluation, Outcome, Trace, latency_percentiles
 from piston.transforms.normalize import NormStats, write_norm_stats
 
 PIXELS, FPS, NUM_FRAMES, NUM_EPISODES = 32, 10, 40, 3
@@ -95,13 +95,13 @@ def write_evaluation(folder: Path, prompt: str = "wave <both> arms") -> Evaluati
         chunks=random.normal(size=(2, 6, DIM)).round(5),
         executed=random.normal(size=(8, DIM)).round(5),
     )
+    latency = latency_percentiles((0.010, 0.020, 0.030))
+    videos = tuple(folder / "videos" / f"{name}.mp4" for name in ("success_seed0", "failure_seed2"))
     evaluation = Evaluation(
-        *("some_task", "ws://127.0.0.1:9", 8, outcomes, (0.010, 0.020, 0.030)),
-        videos=("videos/success_seed0.mp4", "videos/failure_seed2.mp4"),
-        trace=trace,
+        *("some_task", "ws://127.0.0.1:9", 8, outcomes, latency), videos=videos, trace=trace
     )
-    evaluation.write(folder / "results.json")
+    evaluation.write(folder)
     frames = [np.full((48, 64, 3), shade, np.uint8) for shade in range(0, 250, 10)]
-    write_mp4(folder / "videos" / "success_seed0.mp4", frames, fps=25)
-    write_mp4(folder / "videos" / "failure_seed2.mp4", frames[::-1], fps=25)
+    write_mp4(videos[0], frames, fps=25)
+    write_mp4(videos[1], frames[::-1], fps=25)
     return evaluation

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from piston.report import write_report
-from piston.report.stages import Stage, Stages
+from piston.report.page import write_report
+from piston.report.stages import Stages
 from piston.training.loop import train_loop
 
 from . import cases
@@ -18,9 +18,9 @@ def root(tmp_path_factory) -> Path:
     cases.write_statistics(config)
     train_loop(config)
     cases.write_evaluation(folder / "eval")
-    stages = Stages({"demo": "none"})
+    stages = Stages({"demo": "none"}, peak_memory_bytes=1_500_000_000)
     for name, seconds in (("record", 3.0), ("train", 200.0)):
-        stages = stages.with_stage(Stage(name, seconds, f"{name} went well"), 1_500_000_000)
+        stages = stages.after(name, seconds, f"{name} went well")
     stages.write(folder / "stages.json")
     return folder
 

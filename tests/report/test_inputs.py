@@ -7,9 +7,9 @@ import pytest
 from PIL import Image
 
 from piston.report import animation
-from piston.report.evaluations import read_evaluation
 from piston.report.run import read_run
 from piston.report.stages import Stage, Stages, read_stages
+from piston.sim.scores import read_evaluation
 
 from . import cases
 
@@ -69,10 +69,8 @@ def test_a_video_belongs_to_an_episode(tmp_path):
 
 
 def test_stages_are_read_back_and_replaced_when_done_again(tmp_path):
-    stages = Stages({"demo": "aloha"}).with_stage(Stage("record", 1.5, "ok"), 10)
-    stages = stages.with_stage(Stage("train", 9.0, "ok"), 30).with_stage(
-        Stage("record", 2.5, "again"), 20
-    )
+    stages = Stages({"demo": "aloha"}, peak_memory_bytes=30).after("record", 1.5, "ok")
+    stages = stages.after("train", 9.0, "ok").after("record", 2.5, "again")
     stages.write(tmp_path / "stages.json")
     found = read_stages(tmp_path / "stages.json")
     assert found == stages

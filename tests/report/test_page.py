@@ -9,9 +9,8 @@ from html.parser import HTMLParser
 import pytest
 
 from piston.cli import main
-from piston.report import write_report
 from piston.report.contents import Missing
-from piston.report.page import gather, render
+from piston.report.page import gather, render, write_report
 from piston.robots.simple import FakeDataConfig
 from piston.training.loop import train_loop
 

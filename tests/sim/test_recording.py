@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("metaworld", reason="needs the extra `sim`")
 
 from piston.cli import main
-from piston.cli.demo_job import process_tree
+from piston.cli.demo import process_tree
 from piston.data import check_dataset, open_dataset
 from piston.data.writer import RECORDING
 from piston.sim import RECORDING_SEEDS, make_environment, recording

@@ -2,40 +2,57 @@
 
     record ─▶ stats ─▶ train ─▶ serve ◀─ ws:// ─ eval ─▶ report
 
-Every stage is a verb that one could type oneself, run as a process of its own. Demos are data: a
-`DemoPlan` in `PLANS`.
+Every stage is a public command, run as a process of its own. Demos are data: a `DemoPlan` in
+`PLANS`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
+import http.client
 import json
+import os
+import re
+import resource
+import shlex
+import shutil
+import socket
+import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from rich.table import Table
+from rich.markup import escape
+from rich.text import Text
 
-from piston.cli.console import console, fail
-from piston.cli.demo_job import Job, StageFailed, begin
+from piston.cli.console import console, fail, table
 from piston.data import Metadata
-from piston.report.evaluations import read_evaluation
-from piston.report.run import read_run
+from piston.files import read_json_lines
+from piston.report.stages import LARGEST, TOGETHER, Stages, read_stages
 from piston.signals import exit_on_sigterm
-from piston.training.checkpoint import saved_steps
+from piston.sim.scores import read_evaluation
+from piston.suggestions import did_you_mean
+
+# Its presence says that a folder is a demo's own, whose contents the next one may delete.
+STATE = "piston-demo.json"
+_CONTENTS = ("data", "assets", "checkpoints", "eval", "cache", "report.html", "animation.webp")
+_SECONDS_TO_START, _SECONDS_TO_STOP = 120.0, 60.0
+# Reading the memory of a process of one gigabyte takes some 15 ms.
+_SECONDS_BETWEEN_SAMPLES = 1.0
+_PROC = Path("/proc")
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One evaluation of the served policy."""
+    """One evaluation of the served policy. Its results go to a folder of its name."""
 
-    # Also the folder of its results.
     name: str
     seeds: str
-    # None: what was recorded.
+    # None: the task that was recorded.
     task: str | None = None
     # With the sentence that asks for the opposite of what is counted.
     opposite: bool = False
@@ -43,8 +60,6 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True)
 class DemoPlan:
-    """A demo in numbers."""
-
     task: str
     preset: str
     # Demonstrations.
@@ -52,8 +67,6 @@ class DemoPlan:
     trials: tuple[Trial, ...]
     # Steps of a chunk that are executed before the next is asked for.
     execute_horizon: int
-    # Side of the camera images; None: the environment's own.
-    pixels: int | None = None
     # Overrides of the preset, as on the command line.
     training: tuple[str, ...] = ()
     # Where everything goes by default.
@@ -75,20 +88,22 @@ class DemoPlan:
             training=(*self.training, *self.quick_training),
         )
 
+    def stage(self, trial: Trial) -> str:
+        return f"eval {trial.name}" if len(self.trials) > 1 else "eval"
+
 
 # Of metaworld:tiny, the two pairs in the same start scene.
 _WITH_OPPOSITE = (
     "metaworld:drawer-open-halfway,drawer-close-halfway,window-open-halfway,window-close-halfway"
 )
-
 PLANS = {
     "aloha": DemoPlan(
         task="aloha_transfer_cube",
         preset="tiny_aloha_sim",
         episodes=150,
         trials=(Trial("asked", "0..49"),),
-        # After half a chunk the fingers are closing around the cube and hide it from the camera: a
-        # bad moment to look again.
+        # After half a chunk the closing fingers hide the cube from the camera: a bad moment to
+        # predict again.
         execute_horizon=96,
     ),
     "metaworld": DemoPlan(
@@ -124,96 +139,243 @@ class DemoArguments:
 
 def run_demo(args: list[str]) -> int:
     arguments = tyro.cli(DemoArguments, args=args, prog="piston demo")
-    plan = find_plan(arguments.name)
-    plan = plan.quick() if arguments.quick else plan
+    name = arguments.name
+    if name not in PLANS:
+        hint = did_you_mean(name, PLANS)
+        raise ValueError(f"No demo is named {name!r}.{hint} There are: {', '.join(PLANS)}.")
+    plan = PLANS[name].quick() if arguments.quick else PLANS[name]
+    fields = dataclasses.asdict(plan).items()
+    work = {k: v for k, v in fields if k != "folder" and not k.startswith("quick_")}
+    # As it is read back: JSON has no tuples.
+    description = json.loads(json.dumps({"demo": name, "seed": arguments.seed, **work}))
     out = (arguments.out or Path(plan.folder)).absolute()
-    description = {"demo": arguments.name, "seed": arguments.seed, **_what_is_done(plan)}
-    # As it is read back: JSON knows no tuples.
-    job = begin(out, json.loads(json.dumps(description)), resume=arguments.resume)
+    job = begin(out, description, resume=arguments.resume)
     try:
         with exit_on_sigterm():
-            _do_all(job, plan, arguments.seed)
+            run_stages(job, plan, arguments.seed)
     except StageFailed as failure:
-        _show_table(job)
+        _show_stages(job)
         return fail(f"{failure} Finished stages are kept: --resume goes on.", failure.code)
     except KeyboardInterrupt:
-        _show_table(job)
+        _show_stages(job)
         print(
             "Stopped. Finished stages are kept: the same command with --resume goes on, without "
             "it everything is deleted and begins again.",
             file=sys.stderr,
         )
         return 130
-    _show_end(job, plan)
+    _show_results(job, plan)
     return 0
 
 
-def _what_is_done(plan: DemoPlan) -> dict[str, Any]:
-    """All but where it goes by default and what its short form would be."""
-    fields = dataclasses.asdict(plan).items()
-    return {k: v for k, v in fields if k != "folder" and not k.startswith("quick_")}
-
-
-def find_plan(name: str) -> DemoPlan:
-    if name not in PLANS:
-        nearest = difflib.get_close_matches(name, PLANS, n=1)
-        hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-        raise ValueError(f"No demo is named {name!r}.{hint} There are: {', '.join(PLANS)}.")
-    return PLANS[name]
-
-
-def _do_all(job: Job, plan: DemoPlan, seed: int) -> None:
-    data, run_folder = job.out / "data", _run_folder(job.out, plan)
-    configuration = (
+def run_stages(job: Job, plan: DemoPlan, seed: int) -> None:
+    data, run = job.out / "data", job.out / "checkpoints" / plan.preset / "demo"
+    config = (
         *(plan.preset, "--exp-name", "demo", *plan.training),
         *("--data.repo-id", data, "--data.assets.asset-id", job.stages.job["demo"]),
         *("--assets-base-dir", job.out / "assets"),
         *("--checkpoint-base-dir", job.out / "checkpoints"),
     )
     recording = (plan.task, "--episodes", plan.episodes, "--out", data, "--workers", 2)
-    job.do("record", (*recording, *_pixels(plan)), lambda: _recorded(data))
-    job.do("stats", configuration, lambda: "norm_stats.json")
-    job.do("train", (*configuration, "--seed", seed, "--resume"), lambda: _trained(run_folder))
-
-    trials = [trial for trial in plan.trials if not job.is_finished(_stage(plan, trial))]
+    job.do("record", recording, lambda: _recorded(data))
+    job.do("stats", config, lambda: "norm_stats.json")
+    job.do("train", (*config, "--seed", seed, "--resume"), lambda: _trained(run))
+    trials = [trial for trial in plan.trials if not job.is_finished(plan.stage(trial))]
     if trials:
-        with job.serve(run_folder / str(saved_steps(run_folder)[-1])) as uri:
+        newest = max(int(path.name) for path in run.glob("*") if path.name.isdecimal())
+        with job.serve(run / str(newest)) as uri:
             for trial in trials:
-                _try(job, plan, trial, uri)
-
+                _evaluate(job, plan, trial, uri)
     page = job.out / "report.html"
-    evaluations = [_results(job.out, trial) for trial in plan.trials]
+    evaluations = [job.out / "eval" / trial.name for trial in plan.trials]
     words = (
-        *(run_folder, "--eval", *evaluations, "--stages", job.state_file, "--out", page),
+        *(run, "--eval", *evaluations, "--stages", job.state_file, "--out", page),
         *("--animation", job.out / "animation.webp"),
     )
     job.do("report", words, lambda: f"{page.stat().st_size / 1e6:.1f} MB", again=True)
 
 
-def _try(job: Job, plan: DemoPlan, trial: Trial, uri: str) -> None:
-    results = _results(job.out, trial)
+def _evaluate(job: Job, plan: DemoPlan, trial: Trial, uri: str) -> None:
+    out = job.out / "eval" / trial.name
     words = (
-        *(trial.task or plan.task, "--policy", uri, "--seeds", trial.seeds, *_pixels(plan)),
-        *("--execute-horizon", plan.execute_horizon, "--video", "--out", results),
+        *(trial.task or plan.task, "--policy", uri, "--seeds", trial.seeds, "--video"),
+        *("--execute-horizon", plan.execute_horizon, "--out", out),
         *(("--opposite",) if trial.opposite else ()),
     )
-    job.do(_stage(plan, trial), words, lambda: str(read_evaluation(results).success))
+    job.do(plan.stage(trial), words, lambda: str(read_evaluation(out).success))
 
 
-def _stage(plan: DemoPlan, trial: Trial) -> str:
-    return f"eval {trial.name}" if len(plan.trials) > 1 else "eval"
+def begin(out: Path, job: Mapping[str, Any], *, resume: bool) -> Job:
+    """Return the job in a cleared folder, or with `resume` in the one where it was stopped."""
+    state = out / STATE
+    if state.is_file():
+        stages = read_stages(state)
+        other = [
+            f"{key} ({stages.job.get(key)} there, {new} now)" if isinstance(new, int | str) else key
+            for key, new in job.items()
+            if stages.job.get(key) != new
+        ]
+        if resume and other:
+            raise ValueError(
+                f"{out} holds another demo. It differs in {', '.join(other)}. Leave out --resume "
+                "to delete it and begin again, or give another --out."
+            )
+        if resume:
+            return Job(out, stages)
+    elif out.exists() and any(out.iterdir()):
+        raise FileExistsError(
+            f"{out} was not made by `piston demo` (it holds no {STATE}), so nothing in it is "
+            "deleted. Give another --out."
+        )
+    for path in (out / name for name in _CONTENTS):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    Stages(job).write(state)
+    return Job(out, Stages(job))
 
 
-def _pixels(plan: DemoPlan) -> tuple[Any, ...]:
-    return () if plan.pixels is None else ("--pixels", plan.pixels)
+class StageFailed(RuntimeError):
+    """A command ended with an error, which it has printed itself."""
+
+    def __init__(self, stage: str, code: int) -> None:
+        # A process that a signal ended has its negative number; shells report it like this.
+        self.code = 128 - code if code < 0 else code
+        super().__init__(f"The stage {stage!r} failed with exit code {self.code}.")
 
 
-def _run_folder(out: Path, plan: DemoPlan) -> Path:
-    return out / "checkpoints" / plan.preset / "demo"
+class Job:
+    """Runs stages one after another. `stages` and its file hold what is finished."""
+
+    def __init__(self, out: Path, stages: Stages) -> None:
+        self.out, self.stages, self.state_file = out, stages, out / STATE
+
+    def is_finished(self, stage: str) -> bool:
+        return self.stages.get(stage) is not None
+
+    def do(
+        self, stage: str, words: Iterable[Any], result: Callable[[], str], *, again: bool = False
+    ) -> None:
+        """Run `piston VERB words…`, where the verb is the stage's first word; once, or `again`."""
+        if self.is_finished(stage) and not again:
+            return
+        with self._measured(stage) as results, self._process(stage, words) as process:
+            while process.poll() is None:
+                self._sample_memory()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_SECONDS_BETWEEN_SAMPLES)
+            if process.returncode:
+                raise StageFailed(stage, process.returncode)
+            results.append(result())
+
+    @contextlib.contextmanager
+    def serve(self, checkpoint: Path) -> Iterator[str]:
+        """Run a server in the background; yield its address once it is ready."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        with self._process("serve", (checkpoint, "--port", port)) as process:
+            with self._measured("serve") as results:
+                deadline = time.monotonic() + _SECONDS_TO_START
+                while not _is_healthy(port):
+                    self._sample_memory()
+                    if process.poll() is not None:
+                        raise StageFailed("serve", process.returncode or 1)
+                    if time.monotonic() > deadline:
+                        raise TimeoutError(f"No server within {_SECONDS_TO_START:.0f} s.")
+                    time.sleep(0.1)
+                results.append(f"ready at ws://127.0.0.1:{port}")
+            yield f"ws://127.0.0.1:{port}"
+
+    @contextlib.contextmanager
+    def _process(self, stage: str, words: Iterable[Any]) -> Iterator[subprocess.Popen[bytes]]:
+        """Start a command; end it when the block is left."""
+        command = [stage.split()[0], *map(str, words)]
+        screen = console()
+        screen.rule(f"[bold]{stage}[/bold]", align="left")
+        shown = escape(f"piston {shlex.join(command)}")
+        screen.print(f"[dim]$ {shown}[/dim]", soft_wrap=True, highlight=False)
+        # Decoded frames too stay in the demo's folder, to be deleted with it.
+        environment = {**os.environ, "PISTON_HOME": str(self.out / "cache")}
+        process = subprocess.Popen([sys.executable, "-m", "piston.cli", *command], env=environment)
+        interrupted = False
+        try:
+            yield process
+        except KeyboardInterrupt:
+            interrupted = True  # the terminal has told it as well: it finishes what it is writing
+            raise
+        finally:
+            if not interrupted:
+                process.terminate()
+            try:
+                process.wait(_SECONDS_TO_STOP)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    @contextlib.contextmanager
+    def _measured(self, stage: str) -> Iterator[list[str]]:
+        """Save the time of a stage, with the result that the block adds; without, as unfinished."""
+        results: list[str] = []
+        began = time.monotonic()
+        try:
+            yield results
+        finally:
+            if not _PROC.exists():
+                peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+                self._add_peak(peak if sys.platform == "darwin" else 1024 * peak, LARGEST)
+            result = results[0] if results else None
+            self.stages = self.stages.after(stage, time.monotonic() - began, result)
+            self.stages.write(self.state_file)
+
+    def _sample_memory(self) -> None:
+        if _PROC.exists():
+            self._add_peak(memory_of_tree(os.getpid()), TOGETHER)
+
+    def _add_peak(self, number: int, whose: str) -> None:
+        peak = max(self.stages.peak_memory_bytes, number)
+        self.stages = dataclasses.replace(self.stages, peak_memory_bytes=peak, peak_memory_of=whose)
 
 
-def _results(out: Path, trial: Trial) -> Path:
-    return out / "eval" / trial.name
+def _is_healthy(port: int) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
+    try:
+        connection.request("GET", "/healthz")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def process_tree(root: int) -> list[int]:
+    """Return the ids of a process and all below it, on Linux."""
+    children: dict[int, list[int]] = {}
+    for process in (int(path.name) for path in _PROC.iterdir() if path.name.isdecimal()):
+        with contextlib.suppress(OSError):  # it has ended
+            # After the name, which may hold anything: state, parent …
+            words = (_PROC / str(process) / "stat").read_text().rpartition(")")[2].split()
+            children.setdefault(int(words[1]), []).append(process)
+    found = [root]
+    for process in found:
+        found += children.get(process, [])
+    return found
+
+
+def memory_of_tree(root: int) -> int:
+    """Return the bytes of a process and all below it; what several share is counted once."""
+    return sum(map(_memory, process_tree(root)))
+
+
+def _memory(process: int) -> int:
+    folder = _PROC / str(process)
+    with contextlib.suppress(OSError):  # old kernels have no such file
+        shares = re.findall(r"^Pss: +(\d+) kB", (folder / "smaps_rollup").read_text(), re.MULTILINE)
+        return 1024 * sum(map(int, shares))
+    with contextlib.suppress(OSError):
+        return int((folder / "statm").read_text().split()[1]) * resource.getpagesize()
+    return 0
 
 
 def _recorded(data: Path) -> str:
@@ -221,41 +383,32 @@ def _recorded(data: Path) -> str:
     return f"{len(metadata.episodes)} episodes, {metadata.total_frames:,} frames"
 
 
-def _trained(run_folder: Path) -> str:
-    steps, losses = read_run(run_folder).curve("loss")
-    return f"{steps[-1] + 1:,.0f} steps, loss {losses[-1]:.4f}"
+def _trained(run: Path) -> str:
+    last = [row for _, row in read_json_lines(run / "metrics.jsonl") if row and "loss" in row][-1]
+    return f"{last['step'] + 1:,} steps, loss {last['loss']:.4f}"
 
 
-def _show_table(job: Job) -> None:
-    table = Table(title=f"piston demo {job.stages.job['demo']}", title_justify="left")
-    table.add_column("stage")
-    table.add_column("seconds", justify="right")
-    table.add_column("result")
-    for stage in job.stages.finished:
-        table.add_row(stage.name, f"{stage.seconds:.1f}", stage.result)
-    for name, seconds in job.stages.unfinished.items():
-        table.add_row(name, f"{seconds:.1f}", "not finished")
-    total = sum(stage.seconds for stage in job.stages.finished)
-    total += sum(job.stages.unfinished.values())
-    table.add_row("all", f"{total:.1f}", "", style="bold")
-    console().print(table)
+def _show_stages(job: Job) -> None:
+    rows = [(stage.name, stage.seconds, stage.result) for stage in job.stages.finished]
+    rows += [(name, seconds, "not finished") for name, seconds in job.stages.unfinished.items()]
+    total = f"{sum(seconds for _, seconds, _ in rows):.1f}"
+    cells: list[tuple[str | Text, ...]] = [(name, f"{s:.1f}", result) for name, s, result in rows]
+    cells.append((Text("all", "bold"), Text(total, "bold"), ""))
+    title = f"piston demo {job.stages.job['demo']}"
+    columns = ("stage", "seconds", "result")
+    console().print(table(columns, cells, title=title, right=("seconds",)))
 
 
-def _show_end(job: Job, plan: DemoPlan) -> None:
-    _show_table(job)
+def _show_results(job: Job, plan: DemoPlan) -> None:
+    _show_stages(job)
     screen = console()
     for trial in plan.trials:
-        evaluation = read_evaluation(_results(job.out, trial))
+        evaluation = read_evaluation(job.out / "eval" / trial.name)
         asked = "the opposite sentence" if trial.opposite else "success"
         screen.print(
             f"{evaluation.task}, {asked}: [bold]{evaluation.success}[/bold] (95 % interval)"
         )
     gigabytes = job.stages.peak_memory_bytes / 1e9
     screen.print(f"peak memory of {job.stages.peak_memory_of}: {gigabytes:.2f} GB")
-    _print_path(screen, job.out / "report.html")
-
-
-def _print_path(screen: Any, path: Path) -> None:
-    with contextlib.suppress(ValueError):
-        path = path.relative_to(Path.cwd())
-    screen.print(f"see {path}", soft_wrap=True, highlight=False)
+    page = os.path.relpath(job.out / "report.html")
+    screen.print(f"see {page}", soft_wrap=True, highlight=False)

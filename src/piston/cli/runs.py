@@ -70,7 +70,9 @@ class ReportArguments:
 
 def run_report(args: list[str]) -> None:
     arguments = tyro.cli(ReportArguments, args=args, prog="piston report")
-    from piston.report import find_evaluations, write_animation, write_report  # imports torch
+    from piston.report.animation import write_animation  # these import torch
+    from piston.report.evaluations import find_evaluations
+    from piston.report.page import write_report
 
     page = write_report(
         arguments.run,

@@ -28,7 +28,7 @@ from piston.sim.rollouts import (
     infer_with_policy,
     infer_with_server,
 )
-from piston.sim.scores import Evaluation, Outcome, parse_seeds
+from piston.sim.scores import RESULTS, Evaluation, Outcome, Rate, parse_seeds
 
 
 def run_record(args: list[str]) -> None:
@@ -135,8 +135,7 @@ def run_eval(args: list[str]) -> None:
         )
         videos = [] if writer is None else writer.written
         _remove_old_videos(arguments.out / "videos", videos)
-        names = tuple(str(video.relative_to(arguments.out)) for video in videos)
-        dataclasses.replace(evaluation, videos=names).write(arguments.out / "results.json")
+        dataclasses.replace(evaluation, videos=tuple(videos)).write(arguments.out)
     _show(evaluation, arguments.out)
 
 
@@ -198,15 +197,14 @@ def _show(evaluation: Evaluation, out: Path) -> None:
     sentence = ", prompt asks for the opposite" if evaluation.opposite else ""
     screen = console()
     screen.print(f"{evaluation.task}, {evaluation.policy}{sentence}", soft_wrap=True, markup=False)
-    rows = [("succeeded", str(evaluation.success))]
-    rows.append(("held to the end", str(evaluation.held)))
-    per_prompt = evaluation.per_prompt()
-    if len(per_prompt) > 1:
-        rows += [(f"  {prompt}", str(rate)) for prompt, rate in per_prompt.items()]
+    rows = [("succeeded", str(evaluation.success)), ("held to the end", str(evaluation.held))]
+    groups = evaluation.by_prompt
+    if len(groups) > 1:
+        rows += [(f"  {prompt}", str(Rate.of(outcomes))) for prompt, outcomes in groups.items()]
     successes = "successes (95 % interval)"
     screen.print(table(("", successes), rows, right=(successes,)))
     failed = [str(outcome.seed) for outcome in evaluation.outcomes if not outcome.success]
     screen.print(f"failed seeds: {', '.join(failed) or 'none'}")
-    times = "  ".join(f"{p} % {1e3 * evaluation.latency(p):.0f} ms" for p in (50, 90, 99))
+    times = "  ".join(f"{p[1:]} % {ms:.0f} ms" for p, ms in evaluation.latency_ms.items())
     screen.print(f"time per request: {times}")
-    screen.print(f"every episode with its seed and initial state: {out / 'results.json'}")
+    screen.print(f"every episode with its seed and initial state: {out / RESULTS}")

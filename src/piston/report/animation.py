@@ -10,7 +10,7 @@ import av
 import numpy as np
 from PIL import Image, ImageDraw
 
-from piston.report.evaluations import EvaluationResult
+from piston.sim.scores import Evaluation
 
 # Of one video, in the animation.
 _WIDTH, _HEIGHT = 240, 180
@@ -28,7 +28,7 @@ MAX_BYTES = 1_000_000
 _QUALITIES = (70, 50, 35, 20, 10)
 
 
-def write_animation(path: Path, evaluations: Sequence[EvaluationResult]) -> None:
+def write_animation(path: Path, evaluations: Sequence[Evaluation]) -> None:
     """Every video once, framed in green where the task was fulfilled, in red where it was not, in
     grey where the opposite was asked for; at most a million bytes of WebP.
     """
@@ -71,13 +71,13 @@ def _frame_rate(video: Path) -> float:
         return float(container.streams.video[0].average_rate or 10)
 
 
-def _colour(result: EvaluationResult, video: Path) -> Colour:
+def _colour(result: Evaluation, video: Path) -> Colour:
     if result.opposite:
         return _NEUTRAL
     return _SUCCESS if result.outcome_of(video).success else _FAILURE
 
 
-def _told(result: EvaluationResult) -> str:
+def _told(result: Evaluation) -> str:
     if result.opposite:
         return f"asked for the opposite (grey): {result.success}"
     return f"{result.task}: {result.success}"

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from piston.inference import load_policy
-from piston.report.evaluations import EvaluationResult, find_evaluations
+from piston.report.evaluations import find_evaluations
 from piston.report.prediction import Prediction, predict
 from piston.report.run import Run, read_run
 from piston.report.sample import Sample, choose_sample, read_pipeline
 from piston.report.stages import Stages, read_stages
+from piston.sim.scores import Evaluation
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ class Missing:
 @dataclasses.dataclass(frozen=True)
 class Contents:
     run: Run
-    evaluations: tuple[EvaluationResult, ...]
+    evaluations: tuple[Evaluation, ...]
     stages: Stages | None
     sample: Sample | Missing
     prediction: Prediction | Missing

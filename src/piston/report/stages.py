@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from piston.files import read_json, write_json
 
 # What a peak of memory can be of.
 LARGEST, TOGETHER = "the largest process", "all processes together"
@@ -38,36 +39,28 @@ class Stages:
     def get(self, name: str) -> Stage | None:
         return next((stage for stage in self.finished if stage.name == name), None)
 
-    def with_stage(self, stage: Stage, peak_memory_bytes: int) -> Stages:
-        """With its unfinished attempts. A stage done again replaces its former self."""
-        others = tuple(one for one in self.finished if one.name != stage.name)
-        unfinished = dict(self.unfinished)
-        seconds = stage.seconds + unfinished.pop(stage.name, 0.0)
-        return dataclasses.replace(
-            self,
-            finished=(*others, dataclasses.replace(stage, seconds=seconds)),
-            unfinished=unfinished,
-            peak_memory_bytes=max(self.peak_memory_bytes, peak_memory_bytes),
-        )
+    def after(self, name: str, seconds: float, result: str | None) -> Stages:
+        """Return the stages after an attempt at one; `result` is None if it did not finish.
 
-    def with_attempt(self, name: str, seconds: float, peak_memory_bytes: int) -> Stages:
-        """After an attempt that did not finish the stage."""
+        A stage done again replaces its former self.
+        """
         seconds += self.unfinished.get(name, 0.0)
+        if result is None:
+            return dataclasses.replace(self, unfinished={**self.unfinished, name: seconds})
+        finished = [stage for stage in self.finished if stage.name != name]
         return dataclasses.replace(
             self,
-            unfinished={**self.unfinished, name: seconds},
-            peak_memory_bytes=max(self.peak_memory_bytes, peak_memory_bytes),
+            finished=(*finished, Stage(name, seconds, result)),
+            unfinished={key: old for key, old in self.unfinished.items() if key != name},
         )
 
     def write(self, path: Path) -> None:
-        fresh = path.with_suffix(".partial")
-        fresh.write_text(json.dumps(dataclasses.asdict(self), indent=2))
-        fresh.replace(path)
+        write_json(path, dataclasses.asdict(self), indent=2)
 
 
 def read_stages(path: Path) -> Stages:
     try:
-        found = json.loads(path.read_text())
+        found = read_json(path)
         finished = tuple(Stage(**stage) for stage in found["finished"])
         return Stages(
             found["job"],

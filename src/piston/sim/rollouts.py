@@ -30,7 +30,7 @@ from piston.sim.environment import (
     StepResult,
     check_evaluation_seeds,
 )
-from piston.sim.scores import Evaluation, Outcome, Trace
+from piston.sim.scores import Evaluation, Outcome, Trace, latency_percentiles
 
 # From observations to a chunk of the robot's actions (steps, dim) for each.
 Infer = Callable[[Sequence[Observation]], Sequence[np.ndarray]]
@@ -178,9 +178,14 @@ def evaluate(
                     on_outcome(outcome)
     for episode in episodes:
         episode.environment.close()
-    in_order = tuple(outcomes[seed] for seed in seeds)
     return Evaluation(
-        task, policy_name, execute_horizon or 0, in_order, tuple(latencies), opposite, trace=trace
+        task,
+        policy_name,
+        execute_horizon or 0,
+        tuple(outcomes[seed] for seed in seeds),
+        latency_percentiles(latencies),
+        opposite,
+        trace=trace,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from piston.files import write_text
+from piston.files import read_json, write_text
 
+RESULTS = "results.json"
 _DECIMALS = 5
 
 
@@ -69,6 +71,10 @@ class Rate:
     successes: int
     episodes: int
 
+    @classmethod
+    def of(cls, outcomes: Sequence[Outcome]) -> Rate:
+        return cls(sum(outcome.success for outcome in outcomes), len(outcomes))
+
     @property
     def value(self) -> float:
         return self.successes / self.episodes if self.episodes else math.nan
@@ -89,59 +95,99 @@ class Rate:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Everything that is stored about one evaluation."""
+    """The outcomes of one evaluation, as `results.json` keeps them."""
 
     task: str
     policy: str
     execute_horizon: int
     outcomes: tuple[Outcome, ...]
-    # Seconds of each inference as seen by the robot.
-    latencies: tuple[float, ...]
+    # "p50", "p90", "p99" → milliseconds of an inference, as seen by the robot.
+    latency_ms: Mapping[str, float]
     # Whether the prompt asked for the opposite of the task that was scored.
     opposite: bool = False
-    # Videos of some episodes, relative to the results.
-    videos: tuple[str, ...] = ()
+    # Videos of some episodes.
+    videos: tuple[Path, ...] = ()
     # The actions of the first episode.
     trace: Trace | None = None
+    # The name of the folder that it was read from.
+    name: str = ""
 
     @property
     def success(self) -> Rate:
-        return Rate(sum(outcome.success for outcome in self.outcomes), len(self.outcomes))
+        return Rate.of(self.outcomes)
 
     @property
     def held(self) -> Rate:
         return Rate(sum(outcome.held for outcome in self.outcomes), len(self.outcomes))
 
-    def per_prompt(self) -> dict[str, Rate]:
-        prompts = dict.fromkeys(outcome.prompt for outcome in self.outcomes)
-        return {
-            prompt: Rate(sum(o.success for o in chosen), len(chosen))
-            for prompt in prompts
-            if (chosen := [o for o in self.outcomes if o.prompt == prompt])
-        }
+    @property
+    def by_prompt(self) -> dict[str, list[Outcome]]:
+        groups: dict[str, list[Outcome]] = {}
+        for outcome in self.outcomes:
+            groups.setdefault(outcome.prompt, []).append(outcome)
+        return groups
 
-    def latency(self, percentile: float) -> float:
-        return float(np.percentile(self.latencies, percentile)) if self.latencies else math.nan
+    def outcome_of(self, video: Path) -> Outcome:
+        """Return the episode that a video shows: its name contains the seed."""
+        seed = re.search(r"seed(\d+)", video.stem)
+        for outcome in self.outcomes:
+            if seed is not None and outcome.seed == int(seed[1]):
+                return outcome
+        raise ValueError(f"{video} belongs to no episode of {self.name}: expected …seedN.mp4.")
 
-    def write(self, path: Path) -> None:
-        """Write JSON: the summary first, then every episode with its seed and initial state."""
+    def write(self, folder: Path) -> None:
+        """Write `results.json`: the summary first, then every episode with its seed and state."""
         summary = {
             "task": self.task,
             "policy": self.policy,
             "execute_horizon": self.execute_horizon,
             "opposite": self.opposite,
-            "videos": self.videos,
+            "videos": [str(video.relative_to(folder)) for video in self.videos],
             "episodes": len(self.outcomes),
             "success": {"rate": self.success.value, "interval": self.success.interval},
             "held_at_the_end": {"rate": self.held.value, "interval": self.held.interval},
-            "latency_ms": {f"p{p}": 1e3 * self.latency(p) for p in (50, 90, 99)},
+            "latency_ms": self.latency_ms,
             "outcomes": [dataclasses.asdict(outcome) for outcome in self.outcomes],
         }
         text = json.dumps(summary, indent=2)
         if self.trace is not None:
             # Thousands of numbers: on one line, after what people read.
             text = f'{text[:-2]},\n  "trace": {json.dumps(self.trace.to_json())}\n}}'
-        write_text(path, text)
+        write_text(folder / RESULTS, text)
+
+
+def read_evaluation(folder: Path) -> Evaluation:
+    """Read what `piston eval --out FOLDER` wrote."""
+    path = folder / RESULTS
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{folder} holds no {RESULTS}: give a folder that `piston eval … --out` wrote."
+        )
+    summary = read_json(path)
+    return Evaluation(
+        name=folder.resolve().name,
+        task=summary["task"],
+        policy=summary["policy"],
+        execute_horizon=summary["execute_horizon"],
+        outcomes=tuple(Outcome(**outcome) for outcome in summary["outcomes"]),
+        latency_ms=summary["latency_ms"],
+        opposite=summary.get("opposite", False),
+        videos=tuple(sorted((folder / name for name in summary["videos"]), key=_natural_order)),
+        trace=Trace.from_json(summary["trace"]) if "trace" in summary else None,
+    )
+
+
+def _natural_order(path: Path) -> list[tuple[str, int]]:
+    """Sort key: by name, with the integers in it by their value."""
+    return [(text, int(number or 0)) for text, number in re.findall(r"(\D*)(\d*)", path.stem)]
+
+
+def latency_percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    """Return the milliseconds that 50, 90 and 99 % of the inferences took at most."""
+    return {
+        f"p{p}": 1e3 * float(np.percentile(seconds, p)) if seconds else math.nan
+        for p in (50, 90, 99)
+    }
 
 
 def parse_seeds(text: str) -> Sequence[int]:

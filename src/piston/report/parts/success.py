@@ -7,9 +7,8 @@ from pathlib import Path
 
 from piston.report import pictures
 from piston.report.contents import Contents, Missing
-from piston.report.evaluations import EvaluationResult
 from piston.report.markup import Markup, join, tag
-from piston.sim.scores import Outcome, Rate
+from piston.sim.scores import Evaluation, Outcome, Rate
 
 _LOOKS = {
     "held": "fulfilled, and still at the end",
@@ -27,7 +26,7 @@ def success(contents: Contents) -> Markup | Missing:
     return join([tag("div", *legend, class_="legend"), *parts])
 
 
-def _evaluation(evaluation: EvaluationResult, several: bool) -> Markup:
+def _evaluation(evaluation: Evaluation, several: bool) -> Markup:
     facts = (
         f"{evaluation.task}: {evaluation.success} fulfilled at some time, {evaluation.held} still "
         f"at the end. Policy {evaluation.policy}, {evaluation.execute_horizon} steps of each chunk "
@@ -46,7 +45,7 @@ def _evaluation(evaluation: EvaluationResult, several: bool) -> Markup:
 
 
 def _grid(prompt: str, outcomes: Sequence[Outcome], titled: bool) -> Markup:
-    rate = Rate(sum(outcome.success for outcome in outcomes), len(outcomes))
+    rate = Rate.of(outcomes)
     title = tag("h4", f"“{prompt}” ", tag("span", rate, class_="quiet-text")) if titled else None
     cells = (
         tag("span", outcome.seed, class_=f"cell {_look(outcome)}", title=_told(outcome))
@@ -73,13 +72,13 @@ def videos(contents: Contents) -> Markup | Missing:
     return join(_films(evaluation, len(filmed) > 1) for evaluation in filmed)
 
 
-def _films(evaluation: EvaluationResult, several: bool) -> Markup:
+def _films(evaluation: Evaluation, several: bool) -> Markup:
     title = tag("h3", evaluation.name) if several else None
     films = (_film(path, evaluation) for path in evaluation.videos)
     return join([title, tag("div", *films, class_="films")])
 
 
-def _film(path: Path, evaluation: EvaluationResult) -> Markup:
+def _film(path: Path, evaluation: Evaluation) -> Markup:
     video = tag(
         "video",
         src=pictures.mp4(path),
