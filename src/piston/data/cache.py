@@ -1,34 +1,33 @@
 """Decoded frames on disk: every frame of a camera once, at the model's image size, uint8.
 
     <home>/frames/<data set>/<camera>-<pixels>-<key>/
-        frames.npy      (frames of the whole set, pixels, pixels, 3), sparse: only what is built
-        built.npy       which episodes are in it
-        about.json      for people
+        episode_000012.npy   (frames, pixels, pixels, 3)
+        about.json           for people
 
 The key changes with the files of the data set. Each video is decoded once, in order. Several
-processes may ask for a cache at the same time: one builds it and the others wait. What was built
-before a crash is kept. Frames are resized by the function that `ResizeImages` uses, which then
-leaves them as they are.
+processes may ask for a cache at the same time: one builds it and the others wait. Episodes that
+were complete before a crash are kept. Frames are resized by the function that `ResizeImages` uses,
+which then leaves them as they are.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import hashlib
 import logging
-import os
 import re
 import shutil
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import filelock
 import numpy as np
-from jaxtyping import Bool, UInt8
+from jaxtyping import UInt8
 
 from piston.assets import home
 from piston.data.dataset import LeRobotDataset
@@ -40,79 +39,43 @@ from piston.transforms.images import resize_with_pad
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 
 
 class CameraCache:
-    """The resized frames of one camera. Picklable; opens its file where it is used."""
+    """The resized frames of one camera."""
 
     def __init__(self, metadata: Metadata, camera: str, pixels: int, home_folder: Path) -> None:
-        self.camera, self.pixels, self._root = camera, pixels, metadata.root
+        self.camera, self.pixels = camera, pixels
         self.folder = home_folder / _folder_name(metadata, camera, pixels)
-        self._num_frames = metadata.total_frames
-        self._positions = {episode.index: i for i, episode in enumerate(metadata.episodes)}
-        self._frames: np.ndarray | None = None
 
-    def __getitem__(self, row: int) -> UInt8[np.ndarray, "p p 3"]:
-        """Return a copy of the frame in this row of the file, see `first_rows`."""
-        if self._frames is None:
-            self._frames = np.load(self.folder / "frames.npy", mmap_mode="r")
-        return np.array(self._frames[row])
+    def frame(self, episode: Episode, step: int) -> UInt8[np.ndarray, "p p 3"]:
+        """Return a copy of a frame."""
+        return np.array(_open_frames(self._path(episode))[step])
 
     def missing(self, episodes: Sequence[Episode]) -> list[Episode]:
-        built = self._built()
-        return [episode for episode in episodes if not built[self._positions[episode.index]]]
+        return [episode for episode in episodes if not self._path(episode).exists()]
 
     def num_bytes(self, episodes: Sequence[Episode]) -> int:
         return sum(episode.length for episode in episodes) * self.pixels**2 * 3
 
-    def open_for_writing(self) -> FrameWriter:
-        """Open the file of frames, or create it. The caller holds the lock."""
-        path, shape = self.folder / "frames.npy", (self._num_frames, self.pixels, self.pixels, 3)
-        if not path.exists():
-            about = {"data set": str(self._root.resolve()), "camera": self.camera}
-            write_json(self.folder / "about.json", {**about, "pixels": self.pixels})
-            with atomic_file(path) as temporary:
-                np.lib.format.open_memmap(temporary, "w+", np.uint8, shape).flush()
-        return FrameWriter(path, self.pixels)
+    def write(self, episode: Episode, images: Iterable[np.ndarray]) -> None:
+        """Resize and store the images of an episode. The caller holds the lock."""
+        shape = (episode.length, self.pixels, self.pixels, 3)
+        header = {"descr": "|u1", "fortran_order": False, "shape": shape}
+        with atomic_file(self._path(episode)) as temporary, temporary.open("wb") as file:
+            np.lib.format.write_array_header_1_0(file, header)
+            for image in images:
+                small = resize_with_pad(image, self.pixels, self.pixels)
+                file.write(np.ascontiguousarray(small).data)
 
-    def mark_built(self, episode: Episode) -> None:
-        built = self._built()
-        built[self._positions[episode.index]] = True
-        with atomic_file(self.folder / "built.npy") as temporary, temporary.open("wb") as file:
-            np.save(file, built)
-
-    def _built(self) -> Bool[np.ndarray, " episodes"]:
-        path = self.folder / "built.npy"
-        return np.load(path) if path.exists() else np.zeros(len(self._positions), bool)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_frames": None}
+    def _path(self, episode: Episode) -> Path:
+        return self.folder / f"episode_{episode.index:06d}.npy"
 
 
-class FrameWriter:
-    """Writes with `pwrite`: a full disk is an error here, where a memory map would crash."""
-
-    def __init__(self, path: Path, pixels: int) -> None:
-        self._frame_bytes = pixels**2 * 3
-        self._begin = np.load(path, mmap_mode="r").offset
-        self._file = os.open(path, os.O_RDWR)
-
-    def write(self, row: int, frame: UInt8[np.ndarray, "p p 3"]) -> None:
-        data = memoryview(np.ascontiguousarray(frame).tobytes())
-        offset = self._begin + row * self._frame_bytes
-        while data:
-            written = os.pwrite(self._file, data, offset)
-            data, offset = data[written:], offset + written
-
-    def flush(self) -> None:
-        os.fsync(self._file)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._file)
+@functools.lru_cache(maxsize=4096)  # below the number of files that a process may map
+def _open_frames(path: Path) -> np.ndarray:
+    return np.load(path, mmap_mode="r")
 
 
 class CachedFrames:
@@ -123,19 +86,14 @@ class CachedFrames:
         self.metadata = dataset.metadata
         self._dataset, self._numbers = dataset, dataset.without_cameras()
         self.caches = {c: CameraCache(self.metadata, c, pixels, where) for c in dataset.cameras}
-        self._starts = dataset.episode_bounds[:, 0]
-        in_file = first_rows(self.metadata)
-        self._in_file = np.array([in_file[episode.index] for episode in dataset.episodes])
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self._dataset)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        item = self._numbers[index]  # raises IndexError
-        index %= len(self)
-        episode = int(np.searchsorted(self._starts, index, side="right")) - 1
-        row = index + int(self._in_file[episode] - self._starts[episode])
-        return item | {camera: cache[row] for camera, cache in self.caches.items()}
+        place = self._dataset.place(index)
+        frames = {camera: cache.frame(*place) for camera, cache in self.caches.items()}
+        return self._numbers[index] | frames
 
     def preload(self) -> None:
         self._numbers.preload()
@@ -154,52 +112,42 @@ class CachedFrames:
             logger.info(
                 "Decoding frames once into %s (%.1f GB)", caches[0].folder.parent, num_bytes / 1e9
             )
+            for cache in caches:
+                about = {"data set": str(self.metadata.root.resolve()), "camera": cache.camera}
+                write_json(cache.folder / "about.json", {**about, "pixels": cache.pixels})
             self._decode(missing)
 
     def _decode(self, missing: Mapping[CameraCache, Sequence[Episode]]) -> None:
-        stopped, marking = threading.Event(), threading.Lock()
-        places = zip(self._dataset.episodes, self._starts.tolist(), self._in_file.tolist())
-        starts = {episode.index: (start, in_file) for episode, start, in_file in places}
+        stopped = threading.Event()
+        bounds = zip(self._dataset.episodes, self._dataset.episode_bounds[:, 0].tolist())
+        starts = {episode.index: start for episode, start in bounds}
         total = sum(episode.length for episodes in missing.values() for episode in episodes)
 
-        def decode(work: tuple[CameraCache, FrameWriter, Sequence[Episode]]) -> None:
-            cache, writer, episodes = work
-            for episode in episodes:
-                start, in_file = starts[episode.index]
-                for frame in range(episode.length):
-                    if stopped.is_set():
-                        return
-                    image = self._dataset.frame(start + frame, [cache.camera])[cache.camera]
-                    small = resize_with_pad(image, cache.pixels, cache.pixels)
-                    writer.write(in_file + frame, small)
-                    bar.advance(1)
-                writer.flush()
-                with marking:
-                    cache.mark_built(episode)
+        def images(camera: str, episode: Episode) -> Iterator[np.ndarray]:
+            for row in range(starts[episode.index], starts[episode.index] + episode.length):
+                if stopped.is_set():
+                    raise InterruptedError
+                yield self._dataset.frame(row, [camera])[camera]
+                bar.advance(1)
 
-        with contextlib.ExitStack() as stack:
-            bar = stack.enter_context(ProgressBar("decoding", "frames", total))
-            work = []
-            for cache, episodes in missing.items():
-                writer = stack.enter_context(cache.open_for_writing())
-                work += [(cache, writer, file) for file in _by_file(episodes, cache.camera)]
-            pool = stack.enter_context(ThreadPoolExecutor(num_usable_cpus()))
+        def decode(work: tuple[CameraCache, Sequence[Episode]]) -> None:
+            cache, episodes = work
+            for episode in episodes:
+                cache.write(episode, images(cache.camera, episode))
+
+        work = [
+            (c, file) for c, episodes in missing.items() for file in _by_file(episodes, c.camera)
+        ]
+        with (
+            ProgressBar("decoding", "frames", total) as bar,
+            ThreadPoolExecutor(num_usable_cpus()) as pool,
+        ):
             try:
-                for _ in pool.map(decode, work):
-                    pass
+                list(pool.map(decode, work))
             except BaseException:
                 stopped.set()
                 pool.shutdown(cancel_futures=True)
                 raise
-
-
-def first_rows(metadata: Metadata) -> dict[int, int]:
-    """Return where each episode begins in a file of all frames.
-
-    Counted here, since `dataset_from_index` of a data set may repeat or leave gaps.
-    """
-    ends = np.cumsum([episode.length for episode in metadata.episodes])
-    return {e.index: int(end) - e.length for e, end in zip(metadata.episodes, ends)}
 
 
 def _acquire(cache: CameraCache, locks: contextlib.ExitStack) -> None:

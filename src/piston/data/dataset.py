@@ -120,7 +120,7 @@ class LeRobotDataset(Sequence[dict[str, Any]]):
         return int(self._ends[-1])
 
     def __getitem__(self, index: SupportsIndex) -> dict[str, Any]:  # type: ignore[override]
-        episode, step = self._place(index)
+        episode, step = self.place(index)
         item = self._numbers(episode, step)
         steps = {camera: self._offsets.get(camera, _NOW) for camera in self.cameras}
         for camera, frames in self._frames(episode, step, steps).items():
@@ -162,14 +162,14 @@ class LeRobotDataset(Sequence[dict[str, Any]]):
 
     def task(self, index: SupportsIndex) -> str:
         """Return the instruction of a frame."""
-        return self._task(*self._place(index))
+        return self._task(*self.place(index))
 
     def frame(
         self, index: SupportsIndex, cameras: Iterable[str] | None = None
     ) -> dict[str, UInt8[np.ndarray, "h w 3"]]:
         """Return only the images of one frame."""
         wanted = self.cameras if cameras is None else map(self._known_camera, cameras)
-        frames = self._frames(*self._place(index), dict.fromkeys(wanted, _NOW))
+        frames = self._frames(*self.place(index), dict.fromkeys(wanted, _NOW))
         return {camera: images[0] for camera, images in frames.items()}
 
     def close(self) -> None:
@@ -184,8 +184,8 @@ class LeRobotDataset(Sequence[dict[str, Any]]):
             )
         return camera
 
-    def _place(self, index: SupportsIndex) -> tuple[Episode, int]:
-        """Return a frame's episode and its number within."""
+    def place(self, index: SupportsIndex) -> tuple[Episode, int]:
+        """Return the episode of a frame and its number within the episode."""
         row = index.__index__()
         if not -len(self) <= row < len(self):
             raise IndexError(f"There is no frame {row}; the data set has {len(self)}.")
