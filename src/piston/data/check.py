@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -42,7 +42,6 @@ BLACK = 20  # the brightest gray value of a frame that shows nothing (video blac
 STOPS = "training stops there; leave out the episode (--data.episodes '!N') or write it again"
 TIME_TOLERANCE_S = 1e-3  # recorded times are informative only: frames are found by number
 
-ProblemOf = Callable[[Severity, str, str], Problem]  # severity, what, consequence; of one episode
 Header = VideoHeader | str | None  # what is wrong if a text, None if the file does not say
 
 
@@ -281,7 +280,9 @@ class _FullCheck:
         for episode in self._columns.episodes:
             rows = self._findings.files[episode.data_path].rows[episode.index]
             yield from _unlike_others(self._metadata, episode.index, rows, first)
-            yield from _check_rows(self._metadata, episode, rows)
+            for severity, what, consequence in _row_problems(self._metadata, episode, rows):
+                where = f"episode {episode.index}"
+                yield Problem(severity, where, what, consequence, episode.index)
             self._count(episode.length)
 
     def frames(self) -> list[Problem]:
@@ -396,46 +397,36 @@ def _unlike_others(metadata: Metadata, episode: int, rows: Rows, first: Rows) ->
             yield Problem("error", f"episode {episode}", what, STOPS, episode)
 
 
-def _check_rows(metadata: Metadata, episode: Episode, rows: Rows) -> Iterator[Problem]:
-    def problem(severity: Severity, what: str, consequence: str) -> Problem:
-        return Problem(severity, f"episode {episode.index}", what, consequence, episode.index)
-
+def _row_problems(
+    metadata: Metadata, episode: Episode, rows: Rows
+) -> Iterator[tuple[Severity, str, str]]:
+    """Yield severity, what is wrong, and the consequence."""
     for key, array in rows.items():
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             bad = np.flatnonzero(~np.isfinite(array).reshape(len(array), -1).all(axis=1))
             what = f"{key} is NaN or infinite in {len(bad)} rows, the first is {bad[0]}"
-            yield problem("error", what, STOPS)
+            yield "error", what, STOPS
     steps = np.arange(episode.length)
     for key, numbers in {"frame_index": steps, "index": steps + episode.start}.items():
         if key in rows and not np.array_equal(rows[key].reshape(-1), numbers):
             what = f"{key} does not count up from {numbers[0]}"
-            yield problem("note", what, "rows are used in the order of the file")
+            yield "note", what, "rows are used in the order of the file"
     if "episode_index" in rows and (rows["episode_index"] != episode.index).any():
         what = f"its rows say that they are of episode {rows['episode_index'].reshape(-1)[0]}"
-        yield problem("warning", what, "the list of episodes is used, the column stays as it is")
+        yield "warning", what, "the list of episodes is used, the column stays as it is"
     if "timestamp" in rows:
-        yield from _check_times(metadata, rows["timestamp"].reshape(-1), problem)
-    yield from _check_tasks(metadata, episode, rows.get("task_index"), problem)
-
-
-def _check_times(metadata: Metadata, times: np.ndarray, problem: ProblemOf) -> Iterator[Problem]:
-    seconds = times.astype(np.float64)
-    if abs(seconds[0]) > TIME_TOLERANCE_S:
-        what = f"its clock begins at {seconds[0]:.4g} s, not at 0"
-        yield problem("note", what, "frames are found by number")
-    errors = np.abs(seconds - seconds[0] - np.arange(len(seconds)) / metadata.fps)
-    worst = int(errors.argmax())
-    if errors[worst] > TIME_TOLERANCE_S:
-        what = f"recorded times differ from {metadata.fps:g} fps by up to {errors[worst]:.4g} s"
-        yield problem("warning", f"{what} (row {worst})", "frames are found by number")
-
-
-def _check_tasks(
-    metadata: Metadata, episode: Episode, column: np.ndarray | None, problem: ProblemOf
-) -> Iterator[Problem]:
-    unknown = set() if column is None else set(column.reshape(-1).tolist()) - set(metadata.tasks)
+        seconds = rows["timestamp"].reshape(-1).astype(np.float64)
+        if abs(seconds[0]) > TIME_TOLERANCE_S:
+            what = f"its clock begins at {seconds[0]:.4g} s, not at 0"
+            yield "note", what, "frames are found by number"
+        errors = np.abs(seconds - seconds[0] - steps / metadata.fps)
+        if (worst := errors.max()) > TIME_TOLERANCE_S:
+            what = f"recorded times differ from {metadata.fps:g} fps by up to {worst:.4g} s"
+            yield "warning", f"{what} (row {errors.argmax()})", "frames are found by number"
+    column = rows.get("task_index", np.empty(0, int)).reshape(-1)
+    unknown = set(column.tolist()) - metadata.tasks.keys()
     if unknown and metadata.tasks:
         what = f"task_index {sorted(unknown)} is not in the list of tasks"
-        yield problem("warning", what, "the episode's first task is used")
-    if not episode.tasks and (column is None or unknown):
-        yield problem("warning", "no task is known", "its prompt is empty")
+        yield "warning", what, "the episode's first task is used"
+    if not episode.tasks and (unknown or not len(column)):
+        yield "warning", "no task is known", "its prompt is empty"

@@ -426,24 +426,14 @@ def _features(info: Row) -> dict[str, Feature]:
     return features
 
 
-def _wrong_totals(metadata: Metadata) -> list[Problem]:
-    actual = {
-        "total_episodes": len(metadata.episodes),
-        "total_frames": metadata.total_frames,
-        "total_tasks": len(metadata.tasks),
-    }
-    if not metadata.tasks:
-        del actual["total_tasks"]  # that their file is missing is a problem of its own
-    return [
-        Problem(
-            "note",
-            "info.json",
-            f"{key} is {metadata.info[key]}, the list of episodes gives {value}",
-            "the list is used",
-        )
-        for key, value in actual.items()
-        if key in metadata.info and metadata.info[key] != value
-    ]
+def _wrong_totals(metadata: Metadata) -> Iterator[Problem]:
+    actual = {"total_episodes": len(metadata.episodes), "total_frames": metadata.total_frames}
+    if metadata.tasks:  # without them, the missing file is a problem of its own
+        actual["total_tasks"] = len(metadata.tasks)
+    for key, value in actual.items():
+        if (declared := metadata.info.get(key, value)) != value:
+            what = f"{key} is {declared}, the list of episodes gives {value}"
+            yield Problem("note", "info.json", what, "the list is used")
 
 
 def _missing_files(

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,18 +20,18 @@ import numpy as np
 from piston.config import DataConfig
 from piston.data.cache import CachedFrames
 from piston.data.dataset import LeRobotDataset, open_dataset
-from piston.data.format import DERIVED, EpisodeError, Metadata, locate
+from piston.data.format import DERIVED, Episode, EpisodeError, Metadata, locate
 from piston.data.mixture import Samples
 from piston.data.subsets import (
     EpisodeChoice,
     choose_episodes,
-    split_sets,
+    shorten,
+    split_episodes,
     without_episodes,
 )
 from piston.models.configs import ModelConfig
-from piston.transforms.base import Data, Transform, compose
+from piston.transforms.base import Data, compose
 from piston.transforms.keys import RepackTransform, flatten_dict
-from piston.transforms.prompts import PromptFromLeRobotTask
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +67,8 @@ def open_training_data(
     if config.fake:
         return FakeDataset(model)
     if source is None:
-        dataset = open_source(config, model, episodes=episodes)
-    else:
-        dataset = source.select(episodes)
+        source, episodes = open_source(config, model, episodes=episodes), None
+    dataset = source.select(episodes)
     plain = TrainingData(dataset, config)
     if not cache_frames:
         return plain
@@ -121,11 +121,32 @@ def _differences(first: Metadata, other: Metadata, used: Iterable[str] | None) -
 
 
 def split_sources(
-    sources: Sequence[LeRobotDataset], held_out: int, *, seed: int
+    sources: Sequence[LeRobotDataset], num_held_out: int, *, seed: int
 ) -> list[tuple[list[int], list[int]]]:
-    """Return the episodes of each source to train on and to validate on."""
-    named = [(source.metadata.root.resolve(), source.episodes) for source in sources]
-    return split_sets(named, held_out, seed=seed)
+    """Return the episodes of each data set to train on and to validate on.
+
+    If a data set occurs twice, an episode is held out of both, and validated on in the first only.
+    """
+    together: dict[Path, dict[int, Episode]] = {}
+    for source in sources:
+        known = together.setdefault(source.metadata.root.resolve(), {})
+        known |= {episode.index: episode for episode in source.episodes}
+    held_out: dict[Path, set[int]] = {}
+    for root, known in together.items():
+        try:
+            held_out[root] = set(split_episodes(list(known.values()), num_held_out, seed=seed)[1])
+        except ValueError as error:
+            error.add_note(f"in {root}")
+            raise
+    remaining = {root: set(episodes) for root, episodes in held_out.items()}
+    parts = []
+    for source in sources:
+        root, own = source.metadata.root.resolve(), {episode.index for episode in source.episodes}
+        if own <= held_out[root]:
+            raise ValueError(f"All episodes chosen of {root} ({shorten(own)}) are held out.")
+        parts.append((sorted(own - held_out[root]), sorted(own & remaining[root])))
+        remaining[root] -= own
+    return parts
 
 
 def open_source(
@@ -195,9 +216,7 @@ class TrainingData:
     def __init__(self, dataset: LeRobotDataset | CachedFrames, config: DataConfig) -> None:
         self._dataset = dataset
         self._config, self._name = config, str(config.repo_id)
-        tasks: tuple[Transform, ...] = ()
-        if config.prompt_from_task:
-            tasks = (PromptFromItem(PromptFromLeRobotTask(dataset.metadata.tasks)),)
+        tasks = (PromptFromItem(),) if config.prompt_from_task else ()
         self._transform = compose((*tasks, *config.input_transforms(training=True)))
         self._padding = f"{config.action_sequence_keys[0]}_is_pad"
 
@@ -226,12 +245,10 @@ class TrainingData:
 
 @dataclasses.dataclass(frozen=True)
 class PromptFromItem:
-    """Take the prompt from the item's task; an item without one needs the table of tasks."""
-
-    otherwise: PromptFromLeRobotTask
+    """Take the task of an item as its prompt."""
 
     def __call__(self, data: Data) -> Data:
-        return {**data, "prompt": data["task"]} if "task" in data else self.otherwise(data)
+        return {**data, "prompt": data["task"]}
 
 
 def _checked(sample: Data, padding: np.ndarray) -> dict[str, Any]:

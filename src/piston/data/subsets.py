@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -38,7 +38,7 @@ def choose_episodes(episodes: Sequence[Episode], choice: EpisodeChoice) -> list[
             numbers = named = _whole_numbers(choice)
         if unknown := sorted(named - known):
             raise ValueError(
-                f"Episodes {_shorten(unknown)} were asked for; the data set has {_shorten(known)}."
+                f"Episodes {shorten(unknown)} were asked for; the data set has {shorten(known)}."
             )
         chosen = [episode for episode in episodes if episode.index in numbers]
     if not chosen:
@@ -90,7 +90,8 @@ def _parse_part(part: str, text: str, known: set[int]) -> set[int]:
     )
 
 
-def _shorten(numbers: Iterable[int]) -> str:
+def shorten(numbers: Iterable[int]) -> str:
+    """Return a list of numbers for a message, without the middle of a long one."""
     listed = sorted(numbers)
     if len(listed) <= 8:
         return ", ".join(map(str, listed))
@@ -121,32 +122,3 @@ def split_episodes(
 
     order = sorted((episode.index for episode in episodes), key=place)
     return sorted(order[count:]), sorted(order[:count])
-
-
-def split_sets(
-    sets: Sequence[tuple[Hashable, Sequence[Episode]]], held_out: float | int, *, seed: int = 0
-) -> list[tuple[list[int], list[int]]]:
-    """Return `split_episodes` of several named data sets.
-
-    If a name occurs twice, an episode is held out of both, and validated on in the first only.
-    """
-    together: dict[Hashable, dict[int, Episode]] = {}
-    for name, episodes in sets:
-        together.setdefault(name, {}).update({episode.index: episode for episode in episodes})
-    outside: dict[Hashable, set[int]] = {}
-    for name, known in together.items():
-        try:
-            outside[name] = set(split_episodes(list(known.values()), held_out, seed=seed)[1])
-        except ValueError as error:
-            error.add_note(f"in {name}")
-            raise
-    used: dict[Hashable, set[int]] = {name: set() for name in together}
-    parts = []
-    for name, episodes in sets:
-        own = {episode.index for episode in episodes}
-        if not own - outside[name]:
-            raise ValueError(f"All episodes chosen of {name} ({_shorten(own)}) are held out.")
-        chosen = own & outside[name] - used[name]
-        used[name] |= chosen
-        parts.append((sorted(own - outside[name]), sorted(chosen)))
-    return parts

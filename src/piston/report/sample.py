@@ -18,7 +18,6 @@ from piston.data.dataset import LeRobotDataset
 from piston.data.pipeline import PADDING_KEY, PromptFromItem, open_sources, split_sources
 from piston.transforms.base import Data, Transform, name_of
 from piston.transforms.normalize import read_norm_stats
-from piston.transforms.prompts import PromptFromLeRobotTask
 
 # Into its episode, where something happens in most.
 _SHARE_OF_EPISODE = 0.25
@@ -83,7 +82,7 @@ def choose_sample(config: TrainConfig, pipeline: DataConfig) -> Sample:
     for source in (dataset, *others):
         source.close()
     padding = np.asarray(item[f"{pipeline.action_sequence_keys[0]}_is_pad"])
-    trace = follow(_stages(pipeline, dataset), {**item, PADDING_KEY: padding})
+    trace = follow(_stages(pipeline), {**item, PADDING_KEY: padding})
     repacked = [step for step in trace if step.stage in ("data set", "prompt", "repack")][-1].data
     recorded = np.asarray(repacked["actions"], np.float32)
     return Sample(
@@ -111,11 +110,9 @@ def follow(stages: Mapping[str, Iterable[Transform]], data: Data) -> tuple[Trace
     return tuple(steps)
 
 
-def _stages(pipeline: DataConfig, dataset: LeRobotDataset) -> dict[str, tuple[Transform, ...]]:
+def _stages(pipeline: DataConfig) -> dict[str, tuple[Transform, ...]]:
     """The transforms of training, in the order and under the names of the pipeline."""
-    tasks: tuple[Transform, ...] = ()
-    if pipeline.prompt_from_task:
-        tasks = (PromptFromItem(PromptFromLeRobotTask(dataset.metadata.tasks)),)
+    tasks = (PromptFromItem(),) if pipeline.prompt_from_task else ()
     return {"data set": (), "prompt": tasks, **pipeline.input_stages(training=True)}
 
 
