@@ -1,4 +1,4 @@
-"""Files that are complete or absent, and JSON lines.
+"""Files that are complete or absent, JSON lines, and manifests of folders.
 
 A writer that is killed leaves only names that start with a dot and end in `.tmp`; no reader takes
 one of those for data. What is written in the files is left to others.
@@ -8,9 +8,12 @@ import contextlib
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+MANIFEST = "manifest.json"
 
 
 @contextlib.contextmanager
@@ -174,3 +177,34 @@ def sync_tree(folder: Path) -> None:
 
 def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp")
+
+
+def write_manifest(folder: Path) -> None:
+    """Write `manifest.json`, which lists every file with its size and checksum, and flush all."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    contents = {path.relative_to(folder).as_posix(): _size_and_checksum(path) for path in files}
+    write_json(folder / MANIFEST, contents)
+    sync_tree(folder)
+
+
+def find_damage(folder: Path, *, only_sizes: bool = False) -> str | None:
+    """Compare a folder with its manifest and return what is wrong, or None."""
+    try:
+        contents = read_json(folder / MANIFEST)
+        for name, expected in contents.items():
+            path = folder / name
+            if path.stat().st_size != expected["size"] or not (
+                only_sizes or _size_and_checksum(path) == expected
+            ):
+                return f"{name} is not as it was written"
+    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+        return f"it is not complete ({error})"
+    return None
+
+
+def _size_and_checksum(path: Path) -> dict[str, int]:
+    checksum, size = 0, 0
+    with path.open("rb") as file:
+        while block := file.read(2**22):
+            checksum, size = zlib.crc32(block, checksum), size + len(block)
+    return {"size": size, "crc32": checksum}

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 
+from piston.files import find_damage, write_manifest
 from piston.training.checkpoint import (
     CheckpointWriter,
     _Snapshot,
@@ -14,7 +15,6 @@ from piston.training.checkpoint import (
     saved_steps,
     state_tensors,
 )
-from piston.training.manifest import find_damage, seal
 
 from .running import assert_same_tensors, state, tiny
 from .test_step import ALONE, make_batch, make_trainer
@@ -66,7 +66,7 @@ def test_a_manifest_covers_every_file(tmp_path):
     (tmp_path / "a").write_bytes(b"1" * 1000)
     (tmp_path / "inside" / ".hidden").write_bytes(b"2")
     assert "not complete" in find_damage(tmp_path)
-    seal(tmp_path)
+    write_manifest(tmp_path)
     assert find_damage(tmp_path) is None
     assert json.loads((tmp_path / "manifest.json").read_text()).keys() == {"a", "inside/.hidden"}
     (tmp_path / "inside" / ".hidden").write_bytes(b"3")

@@ -30,10 +30,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from piston import weights
 from piston.config import TRAIN_SECTION, TrainConfig
-from piston.files import read_json, sync, write_json
+from piston.files import find_damage, read_json, sync, write_json, write_manifest
 from piston.serialization import to_json
 from piston.training.distributed import Processes, whole
-from piston.training.manifest import find_damage, seal
 from piston.training.step import Trainer
 from piston.transforms.normalize import NormStats, read_norm_stats, write_norm_stats
 
@@ -272,7 +271,7 @@ class CheckpointWriter:
         if self._statistics is not None:
             assets = folder / "assets" / self._statistics.asset_id
             write_norm_stats(assets, self._statistics.stats)
-        seal(folder)
+        write_manifest(folder)
 
     def _delete_old(self) -> None:
         steps = saved_steps(self._folder)

@@ -18,11 +18,10 @@ import tyro
 
 from piston import presets, weights
 from piston.config import DataConfig, TrainConfig
-from piston.files import write_text
+from piston.files import find_damage, write_text
 from piston.serialization import to_json
 from piston.training.checkpoint import UNFINISHED, newest_whole_step, saved_steps
 from piston.training.distributed import Processes
-from piston.training.manifest import find_damage
 from piston.training.optimizer import freeze_parameters
 from piston.training.trackers import METRICS, WANDB_ID, read_metrics, remove_metrics_after
 from piston.transforms.keys import flatten_dict
