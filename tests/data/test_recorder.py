@@ -9,6 +9,7 @@ from typing import Any
 
 import av
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -160,6 +161,26 @@ def test_a_set_with_gaps_is_continued_after_its_last_episode(tmp_path: Path) -> 
             dataset[start + step]["action"], numbers_of(4, step)["action"]
         )
         assert seen_in(dataset[start + step][VIDEO]) == (4, step)
+
+
+def test_a_set_without_free_file_names_is_refused(tmp_path: Path) -> None:
+    """LeRobot reads data files in the order of their names: 1000 would come before 999."""
+    root = tmp_path / "set"
+    with Recorder(root, FPS, FEATURES, codec="h264") as recorder:
+        record(recorder, 0)
+    for folder in ("data", f"videos/{VIDEO}"):
+        (root / folder / "chunk-000").rename(root / folder / "chunk-999")
+    path = root / "meta/episodes/chunk-000/file-000.parquet"
+    rows = pq.read_table(path)
+    changed = rows.to_pylist()[0] | {"data/chunk_index": 999, f"videos/{VIDEO}/chunk_index": 999}
+    pq.write_table(pa.Table.from_pylist([changed], schema=rows.schema), path)
+    with Recorder.open(root, codec="h264") as recorder:
+        record(recorder, 1)
+    assert check_set(root) == 2
+    change_info(root, chunks_size=2)
+    with pytest.raises(ValueError, match="is full: all 1000 chunks"):
+        Recorder.open(root, codec="h264")
+    assert not (root / ".recording").exists()
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,6 @@ def convert_aloha_hdf5(
     bgr: bool = False,
     images: str = "video",
     codec: str | VideoEncoding | None = None,
-    robot_type: str = "aloha",
 ) -> Conversion:
     """Write the episodes in a folder (or the given files) to `target`; it appears once complete.
 
@@ -74,7 +73,7 @@ def convert_aloha_hdf5(
     done = 0
     with (
         atomic_folder(Path(target), overwrite=overwrite) as folder,
-        Recorder(folder, fps, features, robot_type, codec) as recorder,
+        Recorder(folder, fps, features, "aloha", codec) as recorder,
     ):
         for path, length in lengths.items():
             sentence = task if isinstance(task, str) else task(path)

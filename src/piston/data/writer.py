@@ -15,6 +15,7 @@ So the set is valid at every moment, and a process that is killed loses at most 
 was writing. Sets whose files hold several episodes can be continued as well.
 """
 
+import contextlib
 import dataclasses
 import os
 import shutil
@@ -142,7 +143,10 @@ class DatasetWriter:
             self._new_files()  # refuse what cannot be continued before anything is recorded
             self._write_summary()
         except BaseException:
-            self.close()
+            self._lock.release()
+            (self.root / RECORDING / "lock").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # not empty: what is in it has not been read
+                (self.root / RECORDING).rmdir()
             raise
 
     def close(self) -> None:
@@ -152,7 +156,7 @@ class DatasetWriter:
 
     def add_tasks(self, tasks: Iterable[str]) -> None:
         """Number tasks ahead of the episodes that use them."""
-        for task in tasks:
+        for task in dict.fromkeys(tasks):
             self.tasks.setdefault(task, max(self.tasks.values(), default=-1) + 1)
 
     def add_episode(self, episode: NewEpisode) -> None:
@@ -292,9 +296,7 @@ class DatasetWriter:
         """Return the files of the next episode; raise an error if they cannot be written."""
         chunk, file = divmod(self._next_file, self._chunks_size)
         if chunk >= MAX_CHUNKS:
-            raise ValueError(
-                f"{self.root} has no file names left: all {MAX_CHUNKS} chunks are used"
-            )
+            raise ValueError(f"{self.root} is full: all {MAX_CHUNKS} chunks are used")
         files = {stream: self._path(stream, chunk, file) for stream in self._streams}
         for path in files.values():
             if path.exists():
