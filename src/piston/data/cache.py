@@ -32,7 +32,7 @@ from jaxtyping import UInt8
 from piston.assets import home
 from piston.data.dataset import LeRobotDataset
 from piston.data.format import Episode, Metadata
-from piston.data.processors import num_usable_cpus
+from piston.data.video import num_usable_cpus
 from piston.files import atomic_file, write_json
 from piston.progress import ProgressBar
 from piston.transforms.images import resize_with_pad

@@ -33,8 +33,7 @@ from piston.data.format import (
     locate,
 )
 from piston.data.mp4 import CutFileError, VideoHeader, read_header
-from piston.data.processors import num_usable_cpus
-from piston.data.video import TOLERANCE_S, VideoError, VideoReader
+from piston.data.video import TOLERANCE_S, VideoError, VideoReader, num_usable_cpus
 from piston.progress import Progress, no_progress
 from piston.suggestions import did_you_mean
 

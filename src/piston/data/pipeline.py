@@ -49,6 +49,8 @@ MODEL_KEYS = (
     "token_loss_mask",
 )
 PLACE_KEYS = ("set_index", "episode_index", "frame_index", "index")
+# How many episodes a message lists, and how many frames of each.
+_SHOWN = 5
 
 
 def open_training_data(
@@ -206,6 +208,53 @@ def keys_used(config: DataConfig) -> list[str] | None:
     return list(dict.fromkeys(flatten_dict(first.structure).values()))
 
 
+def require_finite(dataset: LeRobotDataset, config: DataConfig) -> None:
+    """Raise ValueError if states or actions are NaN or infinite, naming episodes and frames.
+
+    They are found in the columns; no frame is decoded. A value counts only if it is still there
+    after the robot's transforms, which may drop or repair it.
+    """
+    used, suspect = keys_used(config), np.zeros(len(dataset), bool)
+    for key in dataset.keys:
+        if used is None or key in used or key in config.action_sequence_keys:
+            with advising(config):
+                column = dataset.column(key)
+            if column.dtype.kind == "f":
+                suspect |= ~np.isfinite(column).reshape(len(column), -1).all(axis=1)
+    if not suspect.any():
+        return
+    numbers = dataset.without_cameras()
+    black = dict.fromkeys(dataset.cameras, np.zeros((1, 1, 3), np.uint8))
+    robot = (*config.repack_transforms.inputs, *config.data_transforms.inputs)
+    transform = compose((PromptFromItem(), *robot))
+
+    def is_bad(row: int) -> bool:
+        item = numbers[row] | black
+        try:
+            data = transform({**item, PADDING_KEY: item[_padding_key(config)]})
+        except ValueError:  # raised by the robot's own check
+            return True
+        return not all(np.isfinite(data[key]).all() for key in ("state", "actions"))
+
+    found: dict[int, str] = {}
+    for episode, (start, stop) in zip(dataset.episodes, dataset.episode_bounds.tolist()):
+        frames = np.flatnonzero(suspect[start:stop]).tolist()
+        if bad := [frame for frame in frames[:_SHOWN] if is_bad(start + frame)]:
+            found[episode.index] = f"{', '.join(map(str, bad))}{' …' * (len(frames) > _SHOWN)}"
+    if found:
+        listed = [f"episode {index} (frame {frames})" for index, frames in found.items()]
+        more = f" and {len(found) - _SHOWN} more episodes" if len(found) > _SHOWN else ""
+        raise ValueError(
+            f"States or actions of {config.repo_id} are NaN or infinite: "
+            f"{', '.join(listed[:_SHOWN])}{more}. Repair them, or leave the episodes out: "
+            f"{leave_out(config, found)}"
+        )
+
+
+def _padding_key(config: DataConfig) -> str:
+    return f"{config.action_sequence_keys[0]}_is_pad"
+
+
 class TrainingData:
     """`data[i]` is frame i as the model sees it: NumPy arrays, images uint8.
 
@@ -218,7 +267,7 @@ class TrainingData:
         self._config, self._name = config, str(config.repo_id)
         tasks = (PromptFromItem(),) if config.prompt_from_task else ()
         self._transform = compose((*tasks, *config.input_transforms(training=True)))
-        self._padding = f"{config.action_sequence_keys[0]}_is_pad"
+        self._padding = _padding_key(config)
 
     def __len__(self) -> int:
         return len(self._dataset)

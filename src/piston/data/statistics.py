@@ -16,9 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from jaxtyping import Float, Int
 
-from piston.data.processors import num_usable_cpus
 from piston.data.quantiles import Brackets, Moments, QuantileSearch, Tails, Values
 from piston.data.transformed_columns import STATISTICS_KEYS, TransformedColumns
+from piston.data.video import num_usable_cpus
 from piston.transforms.normalize import EPSILON, NormStats
 
 Progress = Callable[[int], None]  # told how many more frames are done

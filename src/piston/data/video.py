@@ -208,6 +208,13 @@ class VideoReader:
         return self._keys[max(number, 0)]
 
 
+def num_usable_cpus() -> int:
+    """Return how many CPUs this process may use: in a container, fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 class VideoReaders:
     """Open readers; the least recently used is closed first. Safe for threads, forks, pickling."""
 

@@ -19,11 +19,16 @@ import torch
 
 from piston import weights
 from piston.config import DataConfig, TrainConfig
-from piston.data.finite import require_finite
 from piston.data.format import EpisodeError
 from piston.data.loader import Batch, Loader, Order
 from piston.data.mixture import RepeatedStarts, Samples, WeightedMixture, mixed
-from piston.data.pipeline import leave_out, open_sources, open_training_data, split_sources
+from piston.data.pipeline import (
+    leave_out,
+    open_sources,
+    open_training_data,
+    require_finite,
+    split_sources,
+)
 from piston.models.model import Model
 from piston.signals import StopSignals
 from piston.training.checkpoint import (
@@ -172,7 +177,7 @@ def _open_data(
         return open_training_data(pipeline, config.model), None
     sets, sources = pipeline.each_set(), open_sources(pipeline, config.model)
     for one, source in zip(sets, sources):
-        require_finite(source, one, config.model.action_horizon)
+        require_finite(source, one)
     parts = [([episode.index for episode in source.episodes], list[int]()) for source in sources]
     if config.validation_episodes:
         parts = split_sources(sources, config.validation_episodes, seed=config.seed)
