@@ -25,7 +25,7 @@ from piston.cli.demo import (
     process_tree,
 )
 from piston.cli.train import parse
-from piston.report.stages import LARGEST, TOGETHER, Stages, read_stages
+from piston.report.timings import LARGEST, TOGETHER, Stages, read_stages
 
 JOB = {"demo": "tested", "seed": 0}
 needs_proc = pytest.mark.skipif(

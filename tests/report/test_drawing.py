@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piston.report.amounts import duration, short
-from piston.report.markup import Markup, lone_tag, table, tag
-from piston.report.pictures import heat_map, png
+from piston.report.markup import Markup, duration, heat_map, lone_tag, png, short, table, tag
 from piston.report.plots import Frame, Line, is_wide, log_ticks, plot, ticks
 
 

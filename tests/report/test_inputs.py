@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from piston.report import animation
-from piston.report.run import read_run
-from piston.report.stages import Stage, Stages, read_stages
+from piston.report import evaluation
+from piston.report.timings import Stage, Stages, read_stages
+from piston.report.training import read_run
 from piston.sim.scores import read_evaluation
 
 from . import cases
@@ -42,7 +42,7 @@ def test_videos_are_in_the_order_of_their_numbers(tmp_path):
 def test_an_animation_shows_every_video_and_stays_small(tmp_path, monkeypatch):
     cases.write_evaluation(tmp_path / "eval")
     result = read_evaluation(tmp_path / "eval")
-    animation.write_animation(tmp_path / "a.webp", [result])
+    evaluation.write_animation(tmp_path / "a.webp", [result])
     with Image.open(tmp_path / "a.webp") as film:
         assert film.n_frames == 13  # every second of 25
         assert film.width == 2 * 240
@@ -53,11 +53,11 @@ def test_an_animation_shows_every_video_and_stays_small(tmp_path, monkeypatch):
     assert first[1, 120, 0] > first[1, 120, 1] + 50
     assert first[1, 360, 1] > first[1, 360, 0] + 50
 
-    monkeypatch.setattr(animation, "MAX_BYTES", 10)
+    monkeypatch.setattr(evaluation, "MAX_BYTES", 10)
     with pytest.raises(ValueError, match="more than 10"):
-        animation.write_animation(tmp_path / "b.webp", [result])
+        evaluation.write_animation(tmp_path / "b.webp", [result])
     with pytest.raises(ValueError, match="piston eval … --video"):
-        animation.write_animation(tmp_path / "c.webp", [])
+        evaluation.write_animation(tmp_path / "c.webp", [])
 
 
 def test_a_video_belongs_to_an_episode(tmp_path):

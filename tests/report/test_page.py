@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from piston.cli import main
-from piston.report.contents import Missing
+from piston.report.markup import Missing
 from piston.report.page import gather, render, write_report
 from piston.robots.simple import FakeDataConfig
 from piston.training.loop import train_loop

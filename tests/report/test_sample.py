@@ -6,8 +6,8 @@ import pytest
 from piston.data.pipeline import open_training_data
 from piston.inference import load_policy
 from piston.report.prediction import predict
-from piston.report.run import read_run
-from piston.report.sample import choose_sample, read_pipeline
+from piston.report.training import read_run
+from piston.report.transforms import choose_sample, read_pipeline
 
 from . import cases
 

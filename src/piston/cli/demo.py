@@ -32,7 +32,7 @@ from rich.text import Text
 from piston.cli.console import console, fail, table
 from piston.data import Metadata
 from piston.files import read_json_lines
-from piston.report.stages import LARGEST, TOGETHER, Stages, read_stages
+from piston.report.timings import LARGEST, TOGETHER, Stages, read_stages
 from piston.signals import exit_on_sigterm
 from piston.sim.scores import read_evaluation
 from piston.suggestions import did_you_mean

@@ -70,9 +70,8 @@ class ReportArguments:
 
 def run_report(args: list[str]) -> None:
     arguments = tyro.cli(ReportArguments, args=args, prog="piston report")
-    from piston.report.animation import write_animation  # these import torch
-    from piston.report.evaluations import find_evaluations
-    from piston.report.page import write_report
+    from piston.report.evaluation import find_evaluations, write_animation
+    from piston.report.page import write_report  # imports torch
 
     page = write_report(
         arguments.run,

@@ -1,13 +1,30 @@
-"""HTML and SVG as text: what is not markup already is escaped, always.
-
-Knows tags; knows nothing of what they say.
-"""
+"""Parts of an HTML page as text: escaped tags, tables, legends, pictures as data URIs, amounts."""
 
 from __future__ import annotations
 
+import base64
+import dataclasses
 import html
+import io
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
+
+import numpy as np
+from jaxtyping import Float, UInt8
+from PIL import Image
+
+# From minus to plus: blue, pale, orange, told apart by people with any colour vision.
+_COLOURS = np.array(
+    [[33, 102, 172], [146, 197, 222], [247, 247, 247], [253, 184, 99], [179, 88, 6]]
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Missing:
+    """Why a section is not shown, and how to get it."""
+
+    why: str
 
 
 class Markup(str):
@@ -48,3 +65,62 @@ def _attribute(key: str, value: Any) -> str:
     # `class` and `for` are words of Python: a trailing underscore goes.
     name = key.rstrip("_").replace("_", "-")
     return f" {name}" if value is True else f' {name}="{html.escape(str(value))}"'
+
+
+def note(text: str) -> Markup:
+    return tag("p", text, class_="note")
+
+
+def scrolling(*children: Any, class_: str = "scrolls") -> Markup:
+    """Wrap what may be wider than a narrow screen."""
+    return tag("div", *children, class_=class_)
+
+
+def legend(entries: Iterable[tuple[str, str]]) -> Markup:
+    """`entries` are classes of the style sheet and what they stand for."""
+    spans = (tag("span", tag("i", class_=look), text) for look, text in entries)
+    return tag("div", *spans, class_="legend")
+
+
+def image(source: str, text: str, **attributes: Any) -> Markup:
+    return lone_tag("img", src=source, alt=text, **attributes)
+
+
+def png(image: UInt8[np.ndarray, "h w 3"], longest: int | None = None) -> str:
+    """The picture, made smaller where a side is longer than `longest`."""
+    picture = Image.fromarray(image)
+    if longest is not None:
+        picture.thumbnail((longest, longest))
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG")
+    return _data_uri("image/png", buffer.getvalue())
+
+
+def heat_map(values: Float[np.ndarray, "r c"], limit: float) -> UInt8[np.ndarray, "r c 3"]:
+    """A pixel per number: −limit blue, 0 pale, +limit orange."""
+    places = np.clip(values / limit, -1, 1)
+    channels = [np.interp(places, np.linspace(-1, 1, 5), channel) for channel in _COLOURS.T]
+    return np.stack(channels, axis=-1).astype(np.uint8)
+
+
+def mp4(path: Path) -> str:
+    return _data_uri("video/mp4", path.read_bytes())
+
+
+def _data_uri(kind: str, content: bytes) -> str:
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def short(number: float) -> str:
+    for size, letter in ((1e9, " B"), (1e6, " M"), (1e3, " k")):
+        if number >= size:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:g}"

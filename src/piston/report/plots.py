@@ -1,7 +1,4 @@
-"""Line plots as SVG, coloured by the page's style sheet so that they fit light and dark.
-
-Knows numbers and how long they look on paper; knows nothing of what they mean.
-"""
+"""Line plots as SVG, coloured by the page's style sheet so that they fit light and dark."""
 
 from __future__ import annotations
 
@@ -11,9 +8,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from piston.report.markup import Markup, join, lone_tag, tag
+from piston.report.markup import Markup, join, legend, lone_tag, tag
 
-# Markers that tell their numbers when pointed at; more of them would only be a thick line.
+# Markers that show their values when pointed at; more of them would only be a thick line.
 _MAX_MARKERS = 300
 _LOG_RATIO = 8.0
 
@@ -38,9 +35,9 @@ class Frame:
     x_label: str = ""
     y_label: str = ""
     log: bool = False
-    # The vertical axis spans at least this, so that stillness looks still.
+    # The vertical axis spans at least this, so that small noise looks small.
     min_span: float = 0.0
-    # Each point tells its numbers when pointed at.
+    # Each point shows its values when pointed at.
     markers: bool = False
     num_x_ticks: int = 6
     num_y_ticks: int = 4
@@ -86,7 +83,9 @@ def plot(lines: Sequence[Line], frame: Frame) -> Markup:
         viewBox=f"0 0 {frame.width:g} {frame.height:g}",
         role="img",
     )
-    return join([_legend(lines), drawing])
+    named = {line.name: line.look for line in lines if line.name}
+    entries = [(look, name) for name, look in named.items()]
+    return join([legend(entries) if len(named) > 1 else None, drawing])
 
 
 def is_wide(values: np.ndarray) -> bool:
@@ -127,10 +126,10 @@ def _widened(low: float, high: float, min_span: float) -> tuple[float, float]:
 def _grid(across: _Axis, up: _Axis, frame: Frame) -> Markup:
     parts = []
     columns = ticks(across.low, across.high, frame.num_x_ticks)
-    for tick, text in zip(columns, _numbers(columns)):
+    for tick, text in zip(columns, _formatted(columns)):
         parts.append(_text(float(across(tick)), up.start + 14, text))
     rows = log_ticks(up.low, up.high) if frame.log else ticks(up.low, up.high, frame.num_y_ticks)
-    for tick, text in zip(rows, _numbers(rows)):
+    for tick, text in zip(rows, _formatted(rows)):
         y = float(up(tick))
         parts.append(_segment(across.start, y, across.stop, y, "grid"))
         parts.append(_text(across.start - 6, y + 3.5, text, "end"))
@@ -143,7 +142,7 @@ def _grid(across: _Axis, up: _Axis, frame: Frame) -> Markup:
 
 
 def _curve(line: Line, across: _Axis, up: _Axis) -> Markup:
-    """One path, lifted where a number is missing."""
+    """Return one path, interrupted where a value is missing."""
     places = zip(across(line.x), up(line.y))
     commands, down = [], False
     for x, y in places:
@@ -160,18 +159,10 @@ def _markers(line: Line, across: _Axis, up: _Axis) -> Markup:
     dots = []
     for x, y in zip(line.x, line.y):
         if math.isfinite(y):
-            told = tag("title", f"{line.name or 'value'} {y:.4g} at {x:,g}")
+            text = tag("title", f"{line.name or 'value'} {y:.4g} at {x:,g}")
             place = {"cx": f"{across(x):.1f}", "cy": f"{up(y):.1f}"}
-            dots.append(tag("circle", told, **place, r=5, class_=f"marker {line.look}"))
+            dots.append(tag("circle", text, **place, r=5, class_=f"marker {line.look}"))
     return join(dots)
-
-
-def _legend(lines: Sequence[Line]) -> Markup | None:
-    named = {line.name: line.look for line in lines if line.name}
-    if len(named) < 2:
-        return None
-    entries = (tag("span", tag("i", class_=look), name) for name, look in named.items())
-    return tag("div", *entries, class_="legend")
 
 
 def _segment(x1: float, y1: float, x2: float, y2: float, look: str) -> Markup:
@@ -182,8 +173,8 @@ def _text(x: float, y: float, text: str, anchor: str = "middle") -> Markup:
     return tag("text", text, x=f"{x:.1f}", y=f"{y:.1f}", text_anchor=anchor)
 
 
-def _numbers(values: Sequence[float]) -> list[str]:
-    """Numbers of one axis, all written in the same way."""
+def _formatted(values: Sequence[float]) -> list[str]:
+    """Format the ticks of one axis, all in the same way."""
     largest = max(map(abs, values), default=0.0)
     if largest and not 1e-2 <= largest < 1e6:
         return [f"{value:.2g}" if value == 0 else _power(value) for value in values]
@@ -193,3 +184,23 @@ def _numbers(values: Sequence[float]) -> list[str]:
 def _power(value: float) -> str:
     mantissa, _, exponent = f"{value:.1e}".partition("e")
     return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
+
+
+# Dimensions that hardly move get an axis of at least this share of the widest one's.
+_LEAST_SHARE = 0.15
+
+
+def small_plot(
+    name: str,
+    lines: Sequence[Line],
+    x_label: str = "seconds",
+    *,
+    value: str = "",
+    widest: float = 0.0,
+) -> Markup:
+    """Return the figure of one action dimension; `widest` is the largest range of all of them."""
+    title = tag("figcaption", tag("span", name.replace("_", " ")), tag("span", value))
+    frame = Frame(
+        *(280, 150, x_label), min_span=_LEAST_SHARE * widest, num_x_ticks=4, num_y_ticks=3
+    )
+    return tag("figure", title, plot(lines, frame))

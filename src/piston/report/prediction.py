@@ -1,4 +1,4 @@
-"""What the run's newest policy makes of one sample: chunks, their denoising, and how long it takes.
+"""What the run's newest policy predicts for one sample, how it denoises, and how long it takes.
 
 Dims: n draws of noise, k steps of the integrator, h horizon, a action dim.
 """
@@ -18,12 +18,17 @@ from torch import Tensor
 from piston.config import DataConfig
 from piston.inference.policy import Policy
 from piston.observation import Observation
-from piston.report.sample import Sample, TraceStep, follow
+from piston.report.markup import Markup, Missing, heat_map, image, join, legend, note, png, tag
+from piston.report.plots import Line, small_plot
+from piston.report.transforms import Sample, TraceStep, follow
 
 _NUM_DRAWS = 4
 _SEED = 0
 # A full-size model on a CPU takes seconds per inference: measure as often as this allows.
 _MAX_TIMED, _TIMING_SECONDS = 20, 3.0
+_NUM_JOINTS_DENOISED = 6
+_MAX_PICTURES = 11
+_NOISE_LIMIT = 2.5  # standard deviations at which colours end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +44,8 @@ class Denoising:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
+    # The model's.
+    family: str
     num_parameters: int
     device: str
     # In the robot's space; the first draw is the one whose denoising is shown.
@@ -63,6 +70,7 @@ def predict(policy: Policy, pipeline: DataConfig, sample: Sample) -> Prediction:
             f"{sample.recorded.shape}: they cannot be compared."
         )
     return Prediction(
+        family=model.config.family,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         device=str(policy.device),
         chunks=chunks,
@@ -103,3 +111,86 @@ def _timed(policy: Policy, request: Mapping[str, Any]) -> tuple[float, ...]:
     while len(times) < _MAX_TIMED and time.perf_counter() - began < _TIMING_SECONDS:
         times.append(policy.infer(request)["policy_timing"]["infer_ms"])
     return tuple(times)
+
+
+def chunk(sample: Sample, prediction: Prediction) -> Markup:
+    """Return the section with the policy's chunks against what was recorded."""
+    draws = len(prediction.chunks)
+    text = (
+        f"{_place(sample)}. Lines show {draws} chunk{'s' * (draws > 1)} of {len(sample.recorded)} "
+        f"steps ({len(sample.recorded) / sample.fps:.1f} s), from as many draws of noise, in the "
+        "robot's own space. The number is the mean distance of the first from what was recorded."
+    )
+    figures = (_joint(sample, prediction, dim) for dim in range(len(sample.names)))
+    return join(
+        [
+            note(text),
+            legend([("ink", "recorded"), ("accent", "policy")]),
+            tag("div", *figures, class_="multiples"),
+        ]
+    )
+
+
+def _place(sample: Sample) -> str:
+    known = "held out of training" if sample.held_out else "part of what was trained on"
+    return f"Episode {sample.episode}, frame {sample.frame} of {sample.repo_id} ({known})"
+
+
+def _joint(sample: Sample, prediction: Prediction, dim: int) -> Markup:
+    seconds = np.arange(len(sample.recorded)) / sample.fps
+    recorded, chunks = sample.recorded[:, dim], prediction.chunks[:, :, dim]
+    error = np.abs(chunks[0] - recorded)[sample.is_real].mean()
+    # Behind the end of the episode nothing was recorded.
+    real = np.where(sample.is_real, recorded, np.nan)
+    lines = [Line(seconds, one, "accent", opacity=0.35) for one in chunks[1:]]
+    lines += [Line(seconds, chunks[0], "accent"), Line(seconds, real, "ink")]
+    widest = float(np.ptp(sample.recorded[sample.is_real], axis=0).max())
+    return small_plot(sample.names[dim], lines, value=f"{error:.2g}", widest=widest)
+
+
+def denoising(sample: Sample, prediction: Prediction) -> Markup | Missing:
+    """Return the section that shows how noise became the first chunk."""
+    if prediction.denoising is None:
+        return Missing(f"{prediction.family} writes tokens and does not denoise.")
+    shown = prediction.denoising
+    text = (
+        "The same frame in the model's space (normalised). Time 1 is noise, time 0 the actions. "
+        f"In the pictures a row is a dimension, a column one of {shown.recorded.shape[0]} steps of "
+        f"the chunk; blue is −{_NOISE_LIMIT:g}, orange +{_NOISE_LIMIT:g}. Below, the "
+        "dimensions that move most."
+    )
+    return join(
+        [
+            note(text),
+            _strip(shown),
+            legend([("ink", "recorded"), ("accent", "actions (time 0)"), ("fade", "on the way")]),
+            tag("div", *_most_moving(sample, shown), class_="multiples"),
+        ]
+    )
+
+
+def _strip(shown: Denoising) -> Markup:
+    last = len(shown.passed) - 1
+    chosen = np.unique(np.linspace(0, last, min(_MAX_PICTURES, last + 1)).round().astype(int))
+    figures = [_heat(shown.passed[step], f"time {1 - step / last:.2g}") for step in chosen]
+    return tag("div", *figures, _heat(shown.recorded, "recorded"), class_="strip")
+
+
+def _heat(values: np.ndarray, text: str) -> Markup:
+    source = png(heat_map(values.T, _NOISE_LIMIT))
+    return tag("figure", image(source, text), tag("figcaption", text))
+
+
+def _most_moving(sample: Sample, shown: Denoising) -> list[Markup]:
+    order = np.argsort(-np.ptp(shown.recorded, axis=0), kind="stable")
+    figures = []
+    for dim in sorted(order[:_NUM_JOINTS_DENOISED].tolist()):
+        steps, last = np.arange(len(shown.recorded)), len(shown.passed) - 1
+        lines = [
+            Line(steps, shown.passed[step, :, dim], "fade", opacity=0.25 + 0.6 * step / last)
+            for step in range(last)
+        ]
+        lines.append(Line(steps, shown.recorded[:, dim], "ink"))
+        lines.append(Line(steps, shown.passed[-1, :, dim], "accent"))
+        figures.append(small_plot(sample.names[dim], lines, "step of the chunk"))
+    return figures

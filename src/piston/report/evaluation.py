@@ -1,0 +1,221 @@
+"""Evaluations: how every episode ended, videos, executed chunks; and an animation of the videos."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import av
+import numpy as np
+from PIL import Image, ImageDraw
+
+from piston.report.markup import Markup, Missing, join, legend, mp4, note, tag
+from piston.report.plots import Line, small_plot
+from piston.sim.scores import RESULTS, Evaluation, Outcome, Rate, Trace, read_evaluation
+
+_LOOKS = {
+    "held": "fulfilled, and still at the end",
+    "lost": "fulfilled, then lost",
+    "failed": "failed",
+}
+# Of one video, in the animation.
+_WIDTH, _HEIGHT = 240, 180
+_ONE_ROW, _COLUMNS = 4, 3
+_BORDER, _STRIP = 3, 24
+# Every so-many-th frame is shown, at the videos' own frame rate: as many times faster.
+_SPEED = 2
+_SECONDS_AT_THE_END = 1.5
+Colour = tuple[int, int, int]
+_SUCCESS: Colour = (46, 139, 87)
+_FAILURE: Colour = (200, 60, 50)
+_NEUTRAL: Colour = (130, 130, 130)
+_PAPER, _INK = (255, 255, 255), (40, 40, 40)
+MAX_BYTES = 1_000_000
+_QUALITIES = (70, 50, 35, 20, 10)
+
+
+def find_evaluations(run: Path, given: Sequence[Path] = ()) -> list[Evaluation]:
+    """Those in the given folders; without any, those in folders directly below the run."""
+    return [
+        read_evaluation(folder)
+        for folder in given or sorted(path.parent for path in run.glob(f"*/{RESULTS}"))
+    ]
+
+
+def success(evaluations: Sequence[Evaluation], hint: str) -> Markup | Missing:
+    """Return the section with the outcome of every episode; `hint` says how to get one."""
+    if not evaluations:
+        return Missing(f"the policy was not evaluated. {hint}")
+    parts = (_evaluation(evaluation, len(evaluations) > 1) for evaluation in evaluations)
+    return join([legend((f"cell {look}", text) for look, text in _LOOKS.items()), *parts])
+
+
+def _evaluation(evaluation: Evaluation, several: bool) -> Markup:
+    facts = (
+        f"{evaluation.task}: {evaluation.success} fulfilled at some time, {evaluation.held} still "
+        f"at the end. Policy {evaluation.policy}, {evaluation.execute_horizon} steps of each chunk "
+        "executed. Intervals are Wilson's, 95 %."
+    )
+    if evaluation.opposite:
+        facts = (
+            "Here the sentence asked for the opposite of what is counted: a cell marked as failed "
+            "is an episode in which the robot did not do what it was not asked for. The same "
+            f"starts with the sentence that is counted are in the other evaluation. {facts}"
+        )
+    groups = evaluation.by_prompt
+    grids = (_grid(prompt, outcomes, len(groups) > 1) for prompt, outcomes in groups.items())
+    title = tag("h3", evaluation.name) if several else None
+    return join([title, note(facts), *grids])
+
+
+def _grid(prompt: str, outcomes: Sequence[Outcome], titled: bool) -> Markup:
+    rate = Rate.of(outcomes)
+    title = tag("h4", f"“{prompt}” ", tag("span", rate, class_="quiet-text")) if titled else None
+    cells = (
+        tag("span", outcome.seed, class_=f"cell {_look(outcome)}", title=_described(outcome))
+        for outcome in outcomes
+    )
+    return join([title, tag("div", *cells, class_="seeds")])
+
+
+def _look(outcome: Outcome) -> str:
+    if not outcome.success:
+        return "failed"
+    return "held" if outcome.held else "lost"
+
+
+def _described(outcome: Outcome) -> str:
+    ending = _LOOKS[_look(outcome)]
+    return f"seed {outcome.seed}: {ending}; {outcome.steps} steps; “{outcome.prompt}”"
+
+
+def videos(evaluations: Sequence[Evaluation], hint: str) -> Markup | Missing:
+    filmed = [evaluation for evaluation in evaluations if evaluation.videos]
+    if not filmed:
+        return Missing(f"there are no videos. {hint}")
+    return join(_films(evaluation, len(filmed) > 1) for evaluation in filmed)
+
+
+def _films(evaluation: Evaluation, several: bool) -> Markup:
+    title = tag("h3", evaluation.name) if several else None
+    films = (_film(path, evaluation) for path in evaluation.videos)
+    return join([title, tag("div", *films, class_="films")])
+
+
+def _film(path: Path, evaluation: Evaluation) -> Markup:
+    video = tag(
+        "video",
+        src=mp4(path),
+        controls=True,
+        muted=True,
+        loop=True,
+        autoplay=True,
+        playsinline=True,
+    )
+    return tag("figure", video, tag("figcaption", _described(evaluation.outcome_of(path))))
+
+
+def executed(evaluations: Sequence[Evaluation], hint: str) -> Markup | Missing:
+    """Return the section with the chunks of one episode and what was executed of them."""
+    traced = [result for result in evaluations if result.trace is not None]
+    if not traced:
+        return Missing(f"the policy was not evaluated. {hint}")
+    result, trace = traced[0], traced[0].trace
+    assert trace is not None
+    text = (
+        f"Seed {trace.seed} of {result.task}: each of the {len(trace.starts)} chunks as it was "
+        f"predicted ({trace.chunks.shape[1]} steps), from the moment it was asked for, and what "
+        f"was executed ({result.execute_horizon} steps of each). Where a chunk's end and the next "
+        "chunk agree, the policy kept to its plan."
+    )
+    figures = (_dimension(trace, dim) for dim in range(trace.executed.shape[1]))
+    return join(
+        [
+            note(text),
+            legend([("ink", "executed"), ("accent", "predicted")]),
+            tag("div", *figures, class_="multiples"),
+        ]
+    )
+
+
+def _dimension(trace: Trace, dim: int) -> Markup:
+    steps = np.arange(trace.chunks.shape[1])
+    lines = [
+        Line((start + steps) / trace.hz, chunk[:, dim], "accent", opacity=0.6)
+        for start, chunk in zip(trace.starts, trace.chunks)
+    ]
+    done = trace.executed[:, dim]
+    lines.append(Line(np.arange(len(done)) / trace.hz, done, "ink"))
+    widest = float(np.ptp(trace.executed, axis=0).max())
+    return small_plot(trace.names[dim], lines, widest=widest)
+
+
+def write_animation(path: Path, evaluations: Sequence[Evaluation]) -> None:
+    """Every video once, framed in green where the task was fulfilled, in red where it was not, in
+    grey where the opposite was asked for; at most a million bytes of WebP.
+    """
+    videos = [(result, video) for result in evaluations for video in result.videos]
+    if path.suffix != ".webp":
+        raise ValueError(f"The animation is WebP: name it …webp, not {path.name}.")
+    if not videos:
+        raise ValueError("There are no videos to animate. Run: piston eval … --video")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    films = [(_frames(video), _colour(result, video)) for result, video in videos]
+    fps = _frame_rate(videos[0][1])
+    title = f"{'   '.join(map(_caption, evaluations))}   {_SPEED} times as fast"
+    length = max(len(frames) for frames, _ in films)
+    pages = [_page(films, index, title) for index in range(length)]
+    durations = [round(1000 / fps)] * (len(pages) - 1) + [round(1000 * _SECONDS_AT_THE_END)]
+    for quality in _QUALITIES:
+        pages[0].save(
+            path,
+            "WEBP",
+            save_all=True,
+            append_images=pages[1:],
+            duration=durations,
+            loop=0,
+            quality=quality,
+            method=4,
+        )
+        if path.stat().st_size <= MAX_BYTES:
+            return
+    raise ValueError(f"{path} has {path.stat().st_size:,} bytes, more than {MAX_BYTES:,}.")
+
+
+def _frames(video: Path) -> list[Image.Image]:
+    with av.open(str(video)) as container:
+        chosen = itertools.islice(container.decode(video=0), 0, None, _SPEED)
+        return [frame.to_image().resize((_WIDTH, _HEIGHT)) for frame in chosen]
+
+
+def _frame_rate(video: Path) -> float:
+    with av.open(str(video)) as container:
+        return float(container.streams.video[0].average_rate or 10)
+
+
+def _colour(result: Evaluation, video: Path) -> Colour:
+    if result.opposite:
+        return _NEUTRAL
+    return _SUCCESS if result.outcome_of(video).success else _FAILURE
+
+
+def _caption(result: Evaluation) -> str:
+    if result.opposite:
+        return f"asked for the opposite (grey): {result.success}"
+    return f"{result.task}: {result.success}"
+
+
+def _page(films: list[tuple[list[Image.Image], Colour]], index: int, title: str) -> Image.Image:
+    """All videos at one moment; one that is over shows its last frame."""
+    columns = len(films) if len(films) <= _ONE_ROW else _COLUMNS
+    rows = -(-len(films) // columns)
+    page = Image.new("RGB", (columns * _WIDTH, rows * _HEIGHT + _STRIP), _PAPER)
+    for place, (frames, colour) in enumerate(films):
+        row, column = divmod(place, columns)
+        tile = np.array(frames[min(index, len(frames) - 1)])
+        tile[:_BORDER] = tile[-_BORDER:] = colour
+        tile[:, :_BORDER] = tile[:, -_BORDER:] = colour
+        page.paste(Image.fromarray(tile), (column * _WIDTH, row * _HEIGHT))
+    ImageDraw.Draw(page).text((6, rows * _HEIGHT + 6), title, fill=_INK)
+    return page
