@@ -30,8 +30,7 @@ from piston.models.variants import GEMMA, VISION, GemmaSize, VisionSize
 from piston.robots.aloha import DIM, LeRobotAlohaDataConfig
 from piston.training.loop import train_loop
 from piston.training.trackers import METRICS, read_metrics
-from piston.transforms.base import Group
-from piston.transforms.keys import RepackTransform
+from piston.transforms import Group, RepackTransform
 from piston.transforms.normalize import NormStats, write_norm_stats
 
 _MID_VLM = GemmaSize(width=512, depth=8, mlp_dim=2048, num_heads=8, num_kv_heads=1, head_dim=64)

@@ -5,10 +5,9 @@ import numpy as np
 from piston.config import DataConfig, ModelTransformFactory
 from piston.models.configs import Pi0Config
 from piston.models.variants import GEMMA, VISION
-from piston.robots import model_inputs
+from piston.transforms import ALWAYS_KEPT, Group, RepackTransform
 from piston.transforms.actions import DeltaActions
-from piston.transforms.base import Group
-from piston.transforms.keys import RepackTransform
+from piston.transforms.images import to_uint8_hwc
 from piston.transforms.normalize import NormStats
 
 TOP, WRIST = "observation.images.top", "observation.images.wrist"
@@ -30,15 +29,16 @@ STATS = {
 
 
 def three_joints(data):
-    images = data["images"]
-    return model_inputs(
-        data,
-        images=images,
-        cameras={name: slot for name, slot in SLOTS.items() if name in images},
-        state=np.asarray(data["state"]),
-        actions=np.asarray(data["actions"]),
-        context="three_joints",
-    )
+    """Inputs without checks, as a user may write them."""
+    state = np.asarray(data["state"])
+    images = {SLOTS[name]: to_uint8_hwc(image, name) for name, image in data["images"].items()}
+    return {
+        "image": images,
+        "image_mask": {slot: np.ones(state.shape[:-1], bool)[()] for slot in images},
+        "state": state,
+        "actions": np.asarray(data["actions"]),
+        **{key: data[key] for key in ALWAYS_KEPT if key in data},
+    }
 
 
 def data_config(root, *, cameras=("top",), robot=(three_joints,), **changes):

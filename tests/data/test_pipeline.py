@@ -16,8 +16,8 @@ from piston.data.pipeline import (
 )
 from piston.models.configs import Pi0FASTConfig
 from piston.observation import Observation, stack_samples
+from piston.transforms import Group
 from piston.transforms.actions import SubsampleActions
-from piston.transforms.base import Group
 from piston.transforms.images import resize_with_pad
 
 from .pipelines import HORIZON, MODEL, TOP, WRIST, data_config, three_joints

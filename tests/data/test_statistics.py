@@ -15,11 +15,12 @@ from piston.data.pipeline import open_source
 from piston.data.quantiles import Brackets, Moments, QuantileSearch, Tails
 from piston.data.statistics import compute_statistics
 from piston.data.transformed_columns import TransformedColumns
+from piston.robots import RobotInputs
+from piston.transforms import Group
 from piston.transforms.actions import SubsampleActions
-from piston.transforms.base import Group
 from piston.transforms.normalize import read_norm_stats
 
-from .pipelines import HORIZON, MODEL, data_config, three_joints
+from .pipelines import HORIZON, MODEL, SLOTS, data_config, three_joints
 from .synthetic import Folder
 
 
@@ -177,8 +178,9 @@ def test_threads_do_not_change_a_bit(monkeypatch):
 def test_a_bad_value_is_named_with_episode_and_frame():
     dataset = Columns([50, 60], normal)
     dataset.columns["observation.state"][73, 1] = np.nan
-    with pytest.raises(ValueError, match="state") as caught:  # a transform looks for it
-        compute_statistics([columns_of(dataset)])
+    checking = RobotInputs("arm", SLOTS, {"state": 3}, 3, "images", optional=SLOTS)
+    with pytest.raises(ValueError, match="arm: 'state' holds NaN") as caught:
+        compute_statistics([columns_of(dataset, robot=(checking,))])
     assert "in frame 23 of episode 11 of memory" in caught.value.__notes__
 
     def careless(data):

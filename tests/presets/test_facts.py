@@ -11,8 +11,8 @@ from piston import presets
 from piston.models.configs import Pi0Config, Pi0FASTConfig
 from piston.models.variants import GEMMA
 from piston.robots.droid import RLDSDroidDataConfig
+from piston.transforms import RepackTransform
 from piston.transforms.actions import make_bool_mask
-from piston.transforms.keys import RepackTransform
 
 FACTS = json.loads((Path(__file__).parents[1] / "reference" / "presets.json").read_text())
 NAMES = [name for name in FACTS if not name.startswith("paligemma_")]

@@ -7,8 +7,8 @@ import pytest
 
 from piston.logs import forget_warnings
 from piston.robots.aloha import AlohaInputs, AlohaOutputs, make_aloha_example
+from piston.transforms import Group, compose
 from piston.transforms.actions import AbsoluteActions, DeltaActions, make_bool_mask
-from piston.transforms.base import Group, compose
 
 
 @pytest.fixture(scope="module")

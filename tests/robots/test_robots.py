@@ -8,17 +8,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from piston.robots import model_inputs
+from piston.robots import RobotInputs
 from piston.robots.aloha import AlohaInputs, AlohaOutputs, make_aloha_example
 from piston.robots.droid import DROID
 from piston.robots.simple import LIBERO, METAWORLD, UR5
+from piston.transforms import Group, compose
 from piston.transforms.actions import (
     AbsoluteActions,
     DeltaActions,
     PadStatesAndActions,
     make_bool_mask,
 )
-from piston.transforms.base import Group, compose
 from piston.transforms.images import FillCameras, ResizeImages
 from piston.transforms.normalize import Normalize, NormStats, Unnormalize
 
@@ -209,14 +209,7 @@ def test_outputs_need_the_robots_dimensions(robot):
 
 def test_two_cameras_in_one_slot_are_refused():
     with pytest.raises(ValueError, match="two cameras are mapped to one slot"):
-        model_inputs(
-            {},
-            images={},
-            cameras={"a": "s", "b": "s"},
-            state=np.zeros(1),
-            actions=None,
-            context="Arm",
-        )
+        RobotInputs("Arm", {"a": "s", "b": "s"}, {"state": 1}, 1)
 
 
 def test_padding_marks_are_passed_on():

@@ -14,7 +14,7 @@ import pytest
 from openpi_client.websocket_client_policy import WebsocketClientPolicy
 
 from piston.serving import Server, ServerConfig, running_server
-from piston.transforms.base import compose, require_mapping, require_vector
+from piston.transforms import compose, require_mapping, require_vector
 
 HORIZON, DIM = 5, 4
 

@@ -21,7 +21,7 @@ from piston.models.variants import GemmaSize, VisionSize
 from piston.observation import Observation
 from piston.robots.simple import LeRobotUR5DataConfig
 from piston.serving import running_server
-from piston.transforms.base import compose
+from piston.transforms import compose
 from piston.transforms.normalize import NormStats
 
 HORIZON, EXECUTE, DELAY = 12, 5, 4

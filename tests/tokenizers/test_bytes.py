@@ -3,7 +3,7 @@ import pickle
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piston.tokenizers.bytes import BytesTokenizer
+from piston.tokenizers.text import BytesTokenizer
 
 
 @given(st.text(), st.booleans())

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from piston.tokenizers.paligemma import PaligemmaTokenizer
+from piston.tokenizers.text import PaligemmaTokenizer
 
 
 @pytest.fixture(scope="module")

@@ -6,22 +6,22 @@ import dataclasses
 import numpy as np
 import pytest
 
-from piston.transforms.actions import (
-    AbsoluteActions,
-    DeltaActions,
-    PadStatesAndActions,
-    SubsampleActions,
-)
-from piston.transforms.base import (
+from piston.transforms import (
     Group,
+    RepackTransform,
     compose,
     require,
     require_chunk,
     require_mapping,
     require_vector,
 )
+from piston.transforms.actions import (
+    AbsoluteActions,
+    DeltaActions,
+    PadStatesAndActions,
+    SubsampleActions,
+)
 from piston.transforms.images import FillCameras, ResizeImages
-from piston.transforms.keys import RepackTransform
 from piston.transforms.normalize import Normalize, NormStats, Unnormalize
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from piston.transforms.keys import RepackTransform, flatten_dict, unflatten_dict
+from piston.transforms import RepackTransform, flatten_dict
 
 # A busy machine is no failure.
 RELAXED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -51,16 +51,20 @@ trees = st.recursive(
 
 @RELAXED
 @given(st.dictionaries(names, trees, max_size=3))
-def test_flatten_and_unflatten_are_inverses(tree):
-    assert unflatten_dict(flatten_dict(tree)) == tree
+def test_a_flat_dictionary_has_every_leaf_under_its_path(tree):
+    rebuilt = {}
+    for path, leaf in flatten_dict(tree).items():
+        *parents, name = path.split("/")
+        node = rebuilt
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = leaf
+    assert rebuilt == tree
 
 
 def test_ambiguous_names_are_refused():
     with pytest.raises(ValueError, match="both be called 'a/b'"):
         flatten_dict({"a": {"b": 1}, "a/b": 2})
-    for flat in ({"a": 1, "a/b": 2}, {"a/b": 2, "a": 1}):
-        with pytest.raises(ValueError, match="'a"):
-            unflatten_dict(flat)
 
 
 def test_the_prompt_and_the_padding_mask_always_travel_along():

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from piston.logs import forget_warnings
 from piston.transforms import normalize
 from piston.transforms.normalize import (
     Normalize,
@@ -128,7 +129,7 @@ def test_padded_statistics_lend_their_first_dimensions(caplog):
 
 
 def test_statistics_of_another_robot_are_noticed(caplog):
-    normalize._warn_cut.cache_clear()
+    forget_warnings()
     stats = {"state": NormStats([0, 0], [1, 1])}
     for _ in range(3):
         with caplog.at_level(logging.WARNING):

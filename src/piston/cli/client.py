@@ -15,7 +15,7 @@ from piston import presets
 from piston.cli.console import console, fail, table
 from piston.client import Client, Percentiles, ServerError
 from piston.config import TrainConfig
-from piston.transforms.base import Data
+from piston.transforms import Data
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from piston.cli.console import console, table
 from piston.config import DataConfig, TrainConfig
 from piston.models.configs import ModelConfig
 from piston.models.variants import GemmaSize, VisionSize, size_name
-from piston.transforms.base import Transform
+from piston.transforms import Transform
 
 
 def run_presets(args: list[str]) -> None:

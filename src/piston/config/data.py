@@ -20,11 +20,10 @@ from piston import assets as asset_files
 from piston.models.configs import ModelConfig
 from piston.serialization import register
 from piston.suggestions import did_you_mean
-from piston.tokenizers.bytes import BytesTokenizer
 from piston.tokenizers.fast import FASTPrompt, FASTTokenizer
-from piston.tokenizers.paligemma import PaligemmaTokenizer
+from piston.tokenizers.text import BytesTokenizer, PaligemmaTokenizer
+from piston.transforms import Data, Group, Transform, for_inference
 from piston.transforms.actions import InterpolateActions, PadStatesAndActions, SubsampleActions
-from piston.transforms.base import Data, Group, Transform, for_inference
 from piston.transforms.images import FillCameras, ResizeImages
 from piston.transforms.normalize import Normalize, NormStats, Unnormalize, read_norm_stats
 from piston.transforms.prompts import (

@@ -30,8 +30,7 @@ from piston.data.subsets import (
     without_episodes,
 )
 from piston.models.configs import ModelConfig
-from piston.transforms.base import Data, compose
-from piston.transforms.keys import RepackTransform, flatten_dict
+from piston.transforms import Data, RepackTransform, compose, flatten_dict
 
 logger = logging.getLogger(__name__)
 

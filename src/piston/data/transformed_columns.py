@@ -18,7 +18,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from piston.config import DataConfig
 from piston.data.pipeline import PADDING_KEY, advising, keys_used, leave_out
-from piston.transforms.base import Data, compose, missing_key
+from piston.transforms import Data, compose, missing_key
 
 STATISTICS_KEYS = ("state", "actions")
 PIXEL = np.zeros((1, 1, 3), np.uint8)

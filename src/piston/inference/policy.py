@@ -18,7 +18,7 @@ from piston.config import DataConfig
 from piston.models.integrator import Guidance, Jacobian, guidance_weights
 from piston.models.model import Model
 from piston.observation import Observation, stack_samples
-from piston.transforms.base import Data, compose
+from piston.transforms import Data, compose
 
 # What a request may carry besides the robot's own keys.
 _REQUEST_KEYS = ("noise", "seed", "rtc")

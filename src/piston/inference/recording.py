@@ -17,8 +17,8 @@ import numpy as np
 
 from piston.data.recorder import Recorder
 from piston.inference.policy import Policy
+from piston.transforms import flatten_dict
 from piston.transforms.images import to_uint8_hwc
-from piston.transforms.keys import flatten_dict
 
 logger = logging.getLogger(__name__)
 

@@ -3,8 +3,7 @@
 from piston.config import AssetsConfig, TrainConfig
 from piston.models.configs import Pi0Config
 from piston.robots.aloha import LeRobotAlohaDataConfig
-from piston.transforms.base import Group
-from piston.transforms.keys import RepackTransform
+from piston.transforms import Group, RepackTransform
 
 _TROSSEN = AssetsConfig(asset_id="trossen")
 _RESET_POSE = {"reset_pose": [0, -1.5, 1.5, 0, 0, 0]}

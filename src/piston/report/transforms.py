@@ -17,8 +17,7 @@ from piston.config import DataConfig, TrainConfig
 from piston.data.format import dimension_names
 from piston.data.pipeline import PADDING_KEY, PromptFromItem, open_sources, split_sources
 from piston.report.markup import Markup, image, join, note, png, scrolling, table, tag
-from piston.transforms.base import Data, Transform, name_of
-from piston.transforms.keys import flatten_dict
+from piston.transforms import Data, Transform, flatten_dict, name_of
 from piston.transforms.normalize import read_norm_stats
 
 # Into its episode, where something happens in most.

@@ -16,18 +16,19 @@ import numpy as np
 
 from piston.config import DataConfig, DataConfigFactory
 from piston.models.configs import ModelConfig
-from piston.transforms.actions import AbsoluteActions, DeltaActions
-from piston.transforms.base import (
+from piston.transforms import (
+    ALWAYS_KEPT,
     Data,
     Group,
+    RepackTransform,
     listed,
     require,
     require_chunk,
     require_mapping,
     require_vector,
 )
+from piston.transforms.actions import AbsoluteActions, DeltaActions
 from piston.transforms.images import to_uint8_hwc
-from piston.transforms.keys import ALWAYS_KEPT, RepackTransform
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,21 +49,29 @@ class RobotInputs:
     # Cameras whose images are accepted and not used.
     unused: Collection[str] = ()
 
+    def __post_init__(self) -> None:
+        if len(set(self.cameras.values())) < len(self.cameras):
+            raise ValueError(
+                f"{self.name}: two cameras are mapped to one slot: {dict(self.cameras)}."
+            )
+
     def __call__(self, data: Data) -> Data:
-        actions = None
+        state = self._state(data)
+        pixels = self._pixels(data, state.shape[:-1])
+        seen = {
+            "image": pixels,
+            "image_mask": {slot: np.ones(state.shape[:-1], bool)[()] for slot in pixels},
+            "state": state,
+            **{key: data[key] for key in ALWAYS_KEPT if key in data},
+        }
         if "actions" in data:
-            actions = require_chunk(data, "actions", self.action_dim, self.name)
-        images = data if self.images is None else require_mapping(data, self.images, self.name)
-        return model_inputs(
-            data,
-            images=images,
-            cameras=self.cameras,
-            state=self._state(data),
-            actions=actions,
-            context=self.name,
-            optional=self.optional,
-            unused=self.unused,
-        )
+            seen["actions"] = require_chunk(data, "actions", self.action_dim, self.name)
+            if seen["actions"].shape[:-2] != state.shape[:-1]:
+                raise ValueError(
+                    f"{self.name}: 'actions' has shape {seen['actions'].shape}, the state "
+                    f"{state.shape}; their batch axes must agree: (…, horizon, dim) and (…, dim)."
+                )
+        return seen
 
     @property
     def outputs(self) -> RobotOutputs:
@@ -89,6 +98,34 @@ class RobotInputs:
             shapes = {key: part.shape for key, part in zip(self.state, parts)}
             raise ValueError(f"{self.name}: the shapes are {shapes}; their batch axes must agree.")
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+
+    def _pixels(self, data: Data, leading: tuple[int, ...]) -> dict[str, np.ndarray]:
+        """Return the images by the model's slots. An image of an unknown camera is an error."""
+        images = data if self.images is None else require_mapping(data, self.images, self.name)
+        known = {*self.cameras, *self.unused}
+        # Among the robot's other keys, an image is what looks like one.
+        found = {name for name, value in images.items() if self.images or _is_image(value)}
+        if unknown := found - known:
+            raise ValueError(
+                f"{self.name}: camera {listed(unknown)} is not expected; this robot has "
+                f"{listed(known)}. Leave it out, or map it to a slot of the model in `cameras`."
+            )
+        pixels = {}
+        for name, slot in self.cameras.items():
+            if name in self.optional and name not in images:
+                continue
+            image = to_uint8_hwc(require(images, name, self.name), name)
+            if image.shape[:-3] != leading:
+                raise ValueError(
+                    f"{self.name}: image {name!r} has shape {image.shape}; expected the state's "
+                    f"batch axes {leading}, then (height, width, 3)."
+                )
+            pixels[slot] = image
+        return pixels
+
+
+def _is_image(value: Any) -> bool:
+    return np.ndim(value) > 2 and np.asarray(value).dtype == np.uint8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,66 +178,3 @@ class RobotDataConfig(DataConfigFactory):
             repack_transforms=Group([self.repack]),
             action_sequence_keys=(self.repack.structure["actions"],),
         )
-
-
-def model_inputs(
-    data: Mapping[str, Any],
-    *,
-    images: Mapping[str, Any],
-    cameras: Mapping[str, str],
-    state: np.ndarray,
-    actions: np.ndarray | None,
-    context: str,
-    optional: Collection[str] = (),
-    unused: Collection[str] = (),
-) -> Data:
-    """Return image and mask per camera slot, state, actions if there are any, and the prompt.
-
-    `cameras` maps the robot's names of cameras, under which `images` holds the images, to the
-    model's slots; those in `optional` may be absent. Raise ValueError for an image of any other
-    camera that is not `unused`, since it would be ignored. `context` is a prefix of messages.
-    """
-    if len(set(cameras.values())) < len(cameras):
-        raise ValueError(f"{context}: two cameras are mapped to one slot: {dict(cameras)}.")
-    known = {*cameras, *unused}
-    # In a dictionary with all keys, an image is what looks like one.
-    unknown = {n for n, v in images.items() if images is not data or _is_image(v)} - known
-    if unknown:
-        raise ValueError(
-            f"{context}: camera {listed(unknown)} is not expected; this robot has {listed(known)}. "
-            "Leave it out, or map it to a slot of the model with `cameras`."
-        )
-    leading = state.shape[:-1]
-    pixels = {
-        slot: _camera_image(images, name, leading, context)
-        for name, slot in cameras.items()
-        if name in images or name not in optional
-    }
-    if actions is not None and actions.shape[:-2] != leading:
-        raise ValueError(
-            f"{context}: 'actions' has shape {actions.shape}, the state {state.shape}; their "
-            "batch axes must agree: (…, horizon, dim) and (…, dim)."
-        )
-    return {
-        "image": pixels,
-        "image_mask": {slot: np.ones(leading, dtype=bool)[()] for slot in pixels},
-        "state": state,
-        **({} if actions is None else {"actions": actions}),
-        **{key: data[key] for key in ALWAYS_KEPT if key in data},
-    }
-
-
-def _is_image(value: Any) -> bool:
-    return np.ndim(value) > 2 and np.asarray(value).dtype == np.uint8
-
-
-def _camera_image(
-    images: Mapping[str, Any], name: str, leading: tuple[int, ...], context: str
-) -> np.ndarray:
-    image = to_uint8_hwc(require(images, name, context), name)
-    if image.shape[:-3] != leading:
-        raise ValueError(
-            f"{context}: image {name!r} has shape {image.shape}; expected the state's batch axes "
-            f"{leading}, then (height, width, 3)."
-        )
-    return image

@@ -23,14 +23,13 @@ from piston.logs import warn_once
 from piston.models.configs import ModelConfig
 from piston.robots import RobotInputs, RobotOutputs
 from piston.serialization import register
+from piston.transforms import Data, Group, RepackTransform
 from piston.transforms.actions import (
     AbsoluteActions,
     DeltaActions,
     PerturbState,
     make_bool_mask,
 )
-from piston.transforms.base import Data, Group
-from piston.transforms.keys import RepackTransform
 
 logger = logging.getLogger(__name__)
 

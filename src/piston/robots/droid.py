@@ -13,8 +13,8 @@ from piston.config import DataConfig
 from piston.models.configs import ModelConfig
 from piston.robots import RobotDataConfig, RobotInputs
 from piston.serialization import register
+from piston.transforms import RepackTransform
 from piston.transforms.actions import make_bool_mask
-from piston.transforms.keys import RepackTransform
 
 DROID = RobotInputs(
     name="DROID",

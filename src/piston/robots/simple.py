@@ -10,8 +10,8 @@ from piston.config import DataConfig, DataConfigFactory
 from piston.models.configs import ModelConfig
 from piston.robots import RobotDataConfig, RobotInputs
 from piston.serialization import register
+from piston.transforms import RepackTransform
 from piston.transforms.actions import make_bool_mask
-from piston.transforms.keys import RepackTransform
 
 # A six-joint arm with a gripper, a camera from outside and one at the wrist.
 UR5 = RobotInputs(

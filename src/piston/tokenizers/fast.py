@@ -3,8 +3,8 @@
 `FASTTokenizer`   chunk (h, d) → DCT over time → × scale, rounded → characters → byte-level BPE.
 `FASTPrompt`      those codes as ids of the model's vocabulary, between `Action: ` and `|`.
 
-Reads and writes the layout of the public tokenizer (`tokenizer.json`, `processor_config.json`).
-How the prompt before the actions is worded is the business of `piston.transforms.prompts`.
+The files have the layout of the public tokenizer (`tokenizer.json`, `processor_config.json`).
+`piston.transforms.prompts` defines the text before the actions.
 
 Dims: h horizon, d action dim, k frequency.
 """
@@ -23,20 +23,22 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from piston.assets import resolve
-from piston.tokenizers import TextTokenizer
+from piston.files import read_json_object, write_text
+from piston.logs import warn_once
+from piston.tokenizers.text import TextTokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 logger = logging.getLogger(__name__)
 
 PUBLIC_FAST = "hf://physical-intelligence/fast"
-# The last ids of PaliGemma's vocabulary are `<seg>` pieces; action codes stand before them.
+# The last ids of PaliGemma's vocabulary are `<seg>` pieces; action codes come before them.
 NUM_SKIPPED_IDS = 128
 
 # Characters from here on are halves of surrogate pairs, which UTF-8 cannot hold.
 _NUM_CHARACTERS = 0xD800
-# What a byte-level decoder writes for bytes that are no character.
+# What a byte-level decoder writes for bytes that are not a character.
 _BROKEN = "\ufffd"
-# A longer piece than any chunk: the trainer's own limit would cut merges short.
+# Longer than any chunk; the trainer's own limit would prevent merges.
 _LONGEST_PIECE = 10_000
 _BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 # Where transformers finds the class that reads a saved folder.
@@ -45,8 +47,6 @@ _AUTO_MAP = {
         "physical-intelligence/fast--processing_action_tokenizer.UniversalActionProcessor"
     )
 }
-
-_warned: set[str] = set()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ class FASTFiles:
                     f"{name} missing in {folder}. A FAST tokenizer's folder holds tokenizer.json "
                     f"and processor_config.json, as {PUBLIC_FAST} does."
                 )
-        settings = json.loads((folder / "processor_config.json").read_text("utf-8"))
+        settings = read_json_object(folder / "processor_config.json")
         absent = [key for key in ("scale", "min_token") if settings.get(key) is None]
         if absent:
             raise ValueError(
@@ -87,13 +87,9 @@ class FASTFiles:
 
 @dataclasses.dataclass(frozen=True)
 class FASTTokenizer:
-    """Chunks ↔ codes. Takes a folder or location, read at first use, or the files' content."""
+    """Chunks ↔ codes. `source` is a folder or location, read at first use, or the content."""
 
     source: str | FASTFiles = PUBLIC_FAST
-
-    @classmethod
-    def load(cls, location: str | Path = PUBLIC_FAST) -> FASTTokenizer:
-        return cls(str(location))
 
     @classmethod
     def fit(
@@ -102,7 +98,7 @@ class FASTTokenizer:
         vocab_size: int = 1024,
         scale: float = 10,
     ) -> FASTTokenizer:
-        """A tokenizer for data like these chunks, which are normalised as the model will see them.
+        """Fit a tokenizer to chunks that are normalised as for the model.
 
         A larger scale rounds less and needs more codes per chunk.
         """
@@ -117,7 +113,7 @@ class FASTTokenizer:
             raise ValueError("There are no chunks to fit a FAST tokenizer to.")
         lowest = min(int(c.min()) for c in coefficients)
         highest = max(int(c.max()) for c in coefficients)
-        # Room below, since data that come later reach further than the data fitted to.
+        # Room below, since other data reach further than those fitted to.
         min_token = lowest - (highest - lowest) // 2 - 1
         bpe = _train_bpe([_as_text(c, min_token) for c in coefficients], vocab_size)
         horizons, dims = (sorted({c.shape[axis] for c in coefficients}) for axis in (0, 1))
@@ -134,8 +130,7 @@ class FASTTokenizer:
     def save(self, folder: str | Path) -> None:
         """Write the layout of the public tokenizer."""
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "tokenizer.json").write_text(self.files.bpe, "utf-8")
+        write_text(folder / "tokenizer.json", self.files.bpe)
         contents: dict[str, dict[str, Any]] = {
             "processor_config.json": {
                 "action_dim": self.files.action_dim,
@@ -157,14 +152,14 @@ class FASTTokenizer:
             },
         }
         for name, content in contents.items():
-            (folder / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+            write_text(folder / name, json.dumps(content, indent=2) + "\n")
 
     @property
     def vocab_size(self) -> int:
         return self._bpe.get_vocab_size()
 
     def encode(self, chunk: Float[np.ndarray, "... h d"]) -> list[Any]:
-        """The codes of a chunk (h, d); a list of those for each leading axis."""
+        """Return the codes of a chunk (h, d), in nested lists for leading axes."""
         chunk = np.asarray(chunk, dtype=np.float64)
         if chunk.ndim > 2:
             return [self.encode(part) for part in chunk]
@@ -174,7 +169,7 @@ class FASTTokenizer:
     def decode(
         self, codes: Sequence[int] | Int[np.ndarray, " n"], horizon: int, action_dim: int
     ) -> Float[np.ndarray, "h d"]:
-        """The chunk of these codes. Codes that are no such chunk give zeros and a warning."""
+        """Return the chunk of these codes, or zeros and a warning if they are not such a chunk."""
         codes = [int(code) for code in codes]
         nothing = np.zeros((horizon, action_dim))
         outside = [code for code in codes if not 0 <= code < self.vocab_size]
@@ -221,22 +216,22 @@ class FASTTokenizer:
 class FASTPrompt:
     """What π0-FAST reads and writes: `<bos>`prefix, then `Action: ` codes `|<eos>`.
 
-    Code c is id `vocab_size − 1 − 128 − c` of the model: in PaliGemma's vocabulary these are
-    `<loc>` pieces and rare characters; with a smaller text tokenizer they must be ids that no text
-    uses, so that `vocab_size` must be at least the text's ids + the codes + 128.
+    Code c is id `vocab_size − 1 − 128 − c` of the model. In PaliGemma's vocabulary these ids are
+    `<loc>` pieces and rare characters. With a smaller text tokenizer no text may use them:
+    `vocab_size` must be at least the text's ids + the codes + 128.
     """
 
     text: TextTokenizer
     fast: FASTTokenizer
-    # Of the model.
+    # The model's.
     vocab_size: int
-    # Tokens kept, prefix and actions together.
+    # Tokens of prefix and actions together; the rest is cut.
     max_len: int
 
     def encode(
         self, prefix: str, chunk: Float[np.ndarray, "h d"] | None = None
     ) -> tuple[list[int], list[int]]:
-        """The ids that all see each other, and the ids of the chunk that the model must write."""
+        """Return the ids of the prefix, and the ids of the chunk that the model must write."""
         prefix_ids = self.text.encode(prefix, bos=True)
         if chunk is None:
             return prefix_ids, []
@@ -246,21 +241,21 @@ class FASTPrompt:
     def decode(
         self, tokens: Sequence[int] | Int[np.ndarray, " n"], horizon: int, action_dim: int
     ) -> Float[np.ndarray, "h d"]:
-        """The chunk in what the model wrote. What holds none gives zeros and a warning."""
+        """Return the chunk in what the model wrote, or zeros and a warning if there is none."""
         ids = [int(token) for token in tokens]
         start = _find(ids, self._opening)
         if start is None:
             _warn_malformed("no opening", f"no 'Action: ' in {len(ids)} tokens ({ids[:8]} …)")
             return np.zeros((horizon, action_dim))
         ids = ids[start + len(self._opening) :]
-        # Without an end the tokens ran out: what is there may still be a whole chunk.
+        # Without an end the tokens ran out; they may still hold a whole chunk.
         ends = (_find(ids, end) for end in (self._closing, [self.text.eos_id], [self.text.pad_id]))
         ids = ids[: min((end for end in ends if end is not None), default=len(ids))]
         return self.fast.decode([self._first_id - index for index in ids], horizon, action_dim)
 
     @functools.cached_property
     def _first_id(self) -> int:
-        """The id of code 0; the codes count down from it."""
+        """Return the id of code 0; codes count down from it."""
         num_codes, num_text_ids = self.fast.vocab_size, self.text.num_text_ids
         if self.vocab_size - NUM_SKIPPED_IDS - num_codes < num_text_ids:
             raise ValueError(
@@ -282,7 +277,7 @@ class FASTPrompt:
 
 @functools.lru_cache(maxsize=32)
 def _dct_matrix(horizon: int) -> Float[np.ndarray, "k h"]:
-    """Orthonormal DCT-II: its transpose is its inverse."""
+    """Return the orthonormal DCT-II, whose transpose is its inverse."""
     frequency, time = np.ogrid[:horizon, :horizon]
     matrix = np.sqrt(2 / horizon) * np.cos(np.pi * frequency * (2 * time + 1) / (2 * horizon))
     matrix[0] = np.sqrt(1 / horizon)
@@ -307,14 +302,15 @@ def _as_text(coefficients: Int[np.ndarray, "k d"], min_token: int) -> str:
     characters = coefficients - min_token
     outside = np.argwhere((characters < 0) | (characters >= _NUM_CHARACTERS))
     if len(outside):
-        # As the public tokenizer does; but it says nothing.
+        # The public tokenizer clips as well, without a warning.
         frequency, dim = outside[0]
-        _warn_once(
+        warn_once(
+            logger,
             "coefficient out of range",
-            f"A FAST coefficient of action dimension {dim} is {coefficients[frequency, dim]}, "
-            f"outside {min_token} … {min_token + _NUM_CHARACTERS - 1}, and was clipped. The "
-            "actions must be normalised to about [−1, 1]: check that dimension's statistics, or "
-            "fit a FAST tokenizer to these data.",
+            "A FAST coefficient of action dimension %d is %d, outside %d … %d, and was clipped. "
+            "The actions must be normalised to about [−1, 1]: check that dimension's statistics, "
+            "or fit a FAST tokenizer to these data.",
+            *(dim, coefficients[frequency, dim], min_token, min_token + _NUM_CHARACTERS - 1),
         )
         characters = np.clip(characters, 0, _NUM_CHARACTERS - 1)
     return "".join(map(chr, characters.ravel()))
@@ -322,14 +318,14 @@ def _as_text(coefficients: Int[np.ndarray, "k d"], min_token: int) -> str:
 
 def _train_bpe(texts: list[str], vocab_size: int) -> Tokenizer:
     bpe = Tokenizer(models.BPE())
-    # Characters stand for numbers: where words would end means nothing.
+    # Characters stand for numbers, so text is not split into words.
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=2,
         show_progress=False,
-        # All bytes, seen or not: every chunk can be written.
+        # All bytes, seen or not, so that every chunk can be encoded.
         initial_alphabet=_BYTES,
         max_token_length=_LONGEST_PIECE,
     )
@@ -343,11 +339,5 @@ def _find(ids: list[int], part: list[int]) -> int | None:
 
 
 def _warn_malformed(kind: str, found: str) -> None:
-    _warn_once(kind, f"Malformed FAST actions: {found}. Gave zeros.")
-
-
-def _warn_once(kind: str, message: str) -> None:
-    """Once per kind: a policy that writes nonsense does so many times a second."""
-    if kind not in _warned:
-        _warned.add(kind)
-        logger.warning("%s Said once.", message)
+    """Warn once per kind: a policy may write malformed actions many times a second."""
+    warn_once(logger, kind, "Malformed FAST actions: %s. Returned zeros.", found)

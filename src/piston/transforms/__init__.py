@@ -1,1 +1,217 @@
-"""What happens to data between a robot or a data set and a model: functions of dictionaries."""
+"""Transforms: pure functions from a dictionary of NumPy values to a new one.
+
+A transform never changes what it is given, nested dictionaries included, and takes any number of
+leading batch axes. Here are chains and groups of transforms, the renaming of keys, and the checks
+with which robots validate data. Later transforms rely on those checks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from piston.serialization import register
+from piston.suggestions import did_you_mean
+
+Data = dict[str, Any]
+
+# Keys of a sample rather than of a robot: they are kept whatever keys a robot has.
+ALWAYS_KEPT = ("prompt", "action_is_pad")
+
+
+@runtime_checkable
+class Transform(Protocol):
+    def __call__(self, data: Data, /) -> Data: ...
+
+
+class MissingKeyError(KeyError):
+    """A KeyError whose text is its message; that of a plain KeyError is quoted and escaped."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+@register("group")
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Transforms on the way to the model, and those that undo them on the way back."""
+
+    inputs: Sequence[Transform] = ()
+    outputs: Sequence[Transform] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inputs", _checked(self.inputs))
+        object.__setattr__(self, "outputs", _checked(self.outputs))
+
+    def push(self, inputs: Sequence[Transform] = (), outputs: Sequence[Transform] = ()) -> Group:
+        """Return a group with one more layer on the side of the model.
+
+        inputs   robot → old → new → model      (appended)
+        outputs  robot ← old ← new ← model      (prepended: new runs first)
+        """
+        return Group(inputs=(*self.inputs, *inputs), outputs=(*outputs, *self.outputs))
+
+
+@dataclasses.dataclass(frozen=True)
+class CompositeTransform:
+    """Transforms applied in order; an error has a note that says which one raised it."""
+
+    transforms: Sequence[Transform]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "transforms", _checked(self.transforms))
+
+    def __call__(self, data: Data) -> Data:
+        for position, transform in enumerate(self.transforms, start=1):
+            try:
+                data = transform(data)
+            except Exception as error:
+                error.add_note(
+                    f"in transform {name_of(transform)} ({position} of {len(self.transforms)})"
+                )
+                raise
+        return data
+
+    def for_inference(self) -> CompositeTransform:
+        return CompositeTransform(for_inference(self.transforms))
+
+
+def compose(transforms: Iterable[Transform]) -> CompositeTransform:
+    return CompositeTransform(tuple(transforms))
+
+
+def for_inference(transforms: Iterable[Transform]) -> tuple[Transform, ...]:
+    """Return the transforms of an inference pipeline.
+
+    A transform that differs there has a method `for_inference`. It returns the transform that takes
+    its place, or None if it belongs to training only.
+    """
+    chosen = (t.for_inference() if hasattr(t, "for_inference") else t for t in transforms)
+    return tuple(transform for transform in chosen if transform is not None)
+
+
+def name_of(transform: Transform) -> str:
+    """Return the name of a transform's class, or of a function."""
+    return getattr(transform, "__name__", type(transform).__name__)
+
+
+def _checked(transforms: Sequence[Transform]) -> tuple[Transform, ...]:
+    for transform in transforms:
+        if isinstance(transform, type):
+            name = transform.__name__
+            raise TypeError(f"{name} is a class; a transform is an instance of it: {name}().")
+        if not callable(transform):
+            raise TypeError(f"{transform!r} is not a transform: it cannot be called with data.")
+    return tuple(transforms)
+
+
+@register("repack")
+@dataclasses.dataclass(frozen=True)
+class RepackTransform:
+    """Return a dictionary in the shape of `structure`, whose leaves name keys of the data.
+
+    A leaf is a key (`"observation.state"`) or the path to a nested one (`"images/top"`).
+    Keys that `structure` does not name are dropped, except the prompt and the padding mask of the
+    actions.
+    """
+
+    structure: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        for path, source in flatten_dict(self.structure).items():
+            if not isinstance(source, str):
+                raise TypeError(
+                    f"RepackTransform: {path!r} must name a key of the data, found {source!r}."
+                )
+
+    def __call__(self, data: Data) -> Data:
+        filled = _fill(self.structure, {**flatten_dict(data), **data})
+        return {**{key: data[key] for key in ALWAYS_KEPT if key in data}, **filled}
+
+
+def _fill(structure: Mapping[str, Any], values: Mapping[str, Any]) -> Data:
+    return {
+        name: _fill(source, values)
+        if isinstance(source, Mapping)
+        else require(values, source, f"RepackTransform (for {name!r})")
+        for name, source in structure.items()
+    }
+
+
+def flatten_dict(tree: Mapping[str, Any], separator: str = "/") -> Data:
+    """Return `{"a/b": 1}` for `{"a": {"b": 1}}`. An empty dictionary is a leaf."""
+    flat: Data = {}
+    for name, value in tree.items():
+        nested = isinstance(value, Mapping) and value
+        leaves = flatten_dict(value, separator) if nested else {"": value}
+        for path, leaf in leaves.items():
+            key = f"{name}{separator}{path}" if nested else name
+            if key in flat:
+                raise ValueError(f"Two values would both be called {key!r} when flattened.")
+            flat[key] = leaf
+    return flat
+
+
+def require(data: Mapping[str, Any], key: str, context: str) -> Any:
+    """Return the value of `key`, or raise an error that names the keys there are.
+
+    `context` is what asks for the key. It is a prefix of the message.
+    """
+    if key not in data:
+        raise missing_key(key, data, context)
+    return data[key]
+
+
+def require_mapping(data: Mapping[str, Any], key: str, context: str) -> Mapping[str, Any]:
+    value = require(data, key, context)
+    if not isinstance(value, Mapping):
+        raise ValueError(
+            f"{context}: {key!r} is a {type(value).__name__}; expected a dictionary of names."
+        )
+    return value
+
+
+def require_vector(data: Mapping[str, Any], key: str, dim: int | None, context: str) -> np.ndarray:
+    """Return finite numbers of shape (…, dim); the last axis is of any size if `dim` is None."""
+    return _checked_numbers(require(data, key, context), key, dim, context, axes=("dim",))
+
+
+def require_chunk(data: Mapping[str, Any], key: str, dim: int | None, context: str) -> np.ndarray:
+    """Return finite numbers of shape (…, horizon, dim), with `dim` as in `require_vector`."""
+    return _checked_numbers(require(data, key, context), key, dim, context, axes=("horizon", "dim"))
+
+
+def missing_key(key: str, available: Iterable[str], context: str) -> MissingKeyError:
+    names = [str(name) for name in available]
+    hint = did_you_mean(key, names)
+    return MissingKeyError(f"{context}: key {key!r} is missing.{hint} Found {listed(names)}.")
+
+
+def listed(names: Iterable[str]) -> str:
+    return ", ".join(repr(name) for name in sorted(names)) or "nothing"
+
+
+def _checked_numbers(
+    value: Any, key: str, dim: int | None, context: str, axes: tuple[str, ...]
+) -> np.ndarray:
+    array = np.asarray(value)
+    expected = ", ".join(["…", *axes[:-1], str(dim or axes[-1])])
+    if array.dtype.kind not in "iuf":
+        raise ValueError(
+            f"{context}: {key!r} has dtype {array.dtype}; expected numbers ({expected})."
+        )
+    if array.ndim < len(axes) or (dim is not None and array.shape[-1] != dim):
+        raise ValueError(f"{context}: {key!r} has shape {array.shape}; expected ({expected}).")
+    finite = np.isfinite(array)
+    if not finite.all():
+        bad = np.argwhere(~finite)
+        shown = [index[0] if len(index) == 1 else tuple(index) for index in bad[:8].tolist()]
+        more = f" and {len(bad) - 8} more" if len(bad) > 8 else ""
+        raise ValueError(
+            f"{context}: {key!r} holds NaN or infinity at {', '.join(map(str, shown))}{more} "
+            f"(shape {array.shape}); expected finite numbers."
+        )
+    return array

@@ -1,6 +1,6 @@
-"""Actions: relative and absolute, thinned out, padded to the model's size.
+"""Transforms of actions: relative or absolute, thinned out, padded to the model's size.
 
-Knows states (…, dim) and chunks of actions (…, horizon, dim); nothing of what the numbers mean.
+States are (…, dim), chunks of actions (…, horizon, dim).
 
 Dims: s state, h horizon, a action dim; `*b` any leading batch axes.
 """
@@ -12,13 +12,13 @@ import functools
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 
-from piston.transforms.base import Data, require_chunk, require_vector
+from piston.transforms import Data, require
 
 
 def make_bool_mask(*dims: int) -> tuple[bool, ...]:
-    """Runs of True (positive) and False (negative): (6, -1) is six True, then one False."""
+    """Return runs of True (positive) and False (negative): (6, -1) is six True, then one False."""
     mask: list[bool] = []
     for dim in dims:
         mask.extend([dim > 0] * abs(dim))
@@ -26,40 +26,40 @@ def make_bool_mask(*dims: int) -> tuple[bool, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class DeltaActions:
-    """Actions relative to the state at the start of the chunk, where `mask` is True.
+class _Masked:
+    """What `DeltaActions` and `AbsoluteActions` have in common."""
+
+    # The dimensions that are relative; None for none.
+    mask: Sequence[bool] | None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mask", _as_mask(self.mask, type(self).__name__))
+
+    def _shift(self, data: Data, sign: int) -> Data:
+        """Add or subtract the state, from every step of the chunk."""
+        if self.mask is None or "actions" not in data:
+            return data
+        actions, offset = _actions_and_offset(data, self.mask, type(self).__name__)
+        return {**data, "actions": (actions + sign * offset).astype(actions.dtype)}
+
+
+class DeltaActions(_Masked):
+    """Make actions relative to the state at the start of the chunk where `mask` is True.
 
     The same state is subtracted from every step. Dimensions beyond the mask stay absolute, as
     grippers should. Not for rotations: Euler angles and axis-angle vectors cannot be subtracted.
-    With mask None, or where there are no actions (inference), nothing changes.
+    Data without actions do not change.
     """
 
-    mask: Sequence[bool] | None
+    def __call__(self, data: Data) -> Data:
+        return self._shift(data, -1)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "mask", _as_mask(self.mask, "DeltaActions"))
+
+class AbsoluteActions(_Masked):
+    """Invert `DeltaActions`: add the state to every step where `mask` is True."""
 
     def __call__(self, data: Data) -> Data:
-        if self.mask is None or "actions" not in data:
-            return data
-        actions, offset = _actions_and_offset(data, self.mask, "DeltaActions")
-        return {**data, "actions": (actions - offset).astype(actions.dtype)}
-
-
-@dataclasses.dataclass(frozen=True)
-class AbsoluteActions:
-    """The inverse of `DeltaActions`: adds the state to every step where `mask` is True."""
-
-    mask: Sequence[bool] | None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "mask", _as_mask(self.mask, "AbsoluteActions"))
-
-    def __call__(self, data: Data) -> Data:
-        if self.mask is None or "actions" not in data:
-            return data
-        actions, offset = _actions_and_offset(data, self.mask, "AbsoluteActions")
-        return {**data, "actions": (actions + offset).astype(actions.dtype)}
+        return self._shift(data, +1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ class PerturbState:
         object.__setattr__(self, "mask", _as_mask(self.mask, "PerturbState"))
 
     def __call__(self, data: Data) -> Data:
-        state = _as_float(require_vector(data, "state", len(self.mask), "PerturbState"))
+        state = _as_float(require(data, "state", "PerturbState"))
         bits = np.ascontiguousarray(state, np.float32).view(np.uint32)
         noise = _noise_table(len(self.mask))[bits.sum(-1, dtype=np.int64) % _NUM_DRAWS]
         perturbed = state + self.std * noise * np.array(self.mask)
@@ -99,41 +99,35 @@ def _noise_table(dim: int) -> Float[np.ndarray, "n dim"]:
 
 
 @dataclasses.dataclass(frozen=True)
-class SubsampleActions:
-    """Every `stride`-th action of the chunk, beginning with the first."""
-
+class _Strided:
     stride: int
 
     def __post_init__(self) -> None:
         if self.stride < 1:
-            raise ValueError(f"SubsampleActions: stride must be at least 1, is {self.stride}.")
+            name = type(self).__name__
+            raise ValueError(f"{name}: stride is {self.stride}; expected at least 1.")
+
+
+class SubsampleActions(_Strided):
+    """Keep every `stride`-th action of the chunk, beginning with the first."""
 
     def __call__(self, data: Data) -> Data:
-        if "actions" not in data:
-            return data
-        actions = require_chunk(data, "actions", None, "SubsampleActions")
-        thinned = {"actions": actions[..., :: self.stride, :]}
+        thinned = {}
+        if "actions" in data:
+            thinned["actions"] = np.asarray(data["actions"])[..., :: self.stride, :]
         if "action_is_pad" in data:
-            # The marks of steps beyond the episode's end go with their steps.
             thinned["action_is_pad"] = np.asarray(data["action_is_pad"])[..., :: self.stride]
         return {**data, **thinned}
 
 
-@dataclasses.dataclass(frozen=True)
-class InterpolateActions:
-    """The inverse of `SubsampleActions` for smooth motion: straight lines between the actions.
+class InterpolateActions(_Strided):
+    """Invert `SubsampleActions` for smooth motion, with straight lines between the actions.
 
     h actions become (h − 1) · stride + 1.
     """
 
-    stride: int
-
-    def __post_init__(self) -> None:
-        if self.stride < 1:
-            raise ValueError(f"InterpolateActions: stride is {self.stride}; expected at least 1.")
-
     def __call__(self, data: Data) -> Data:
-        actions = _as_float(require_chunk(data, "actions", None, "InterpolateActions"))
+        actions = _as_float(require(data, "actions", "InterpolateActions"))
         steps = np.arange((actions.shape[-2] - 1) * self.stride + 1)
         before = steps // self.stride
         after = np.minimum(before + 1, actions.shape[-2] - 1)
@@ -144,19 +138,18 @@ class InterpolateActions:
 
 @dataclasses.dataclass(frozen=True)
 class PadStatesAndActions:
-    """State and actions filled up with zeros to the model's action dim."""
+    """Pad state and actions with zeros to the model's action dim."""
 
     model_action_dim: int
 
     def __call__(self, data: Data) -> Data:
-        who = "PadStatesAndActions"
-        padded = {"state": self._pad(require_vector(data, "state", None, who), "state")}
+        padded = {"state": self._pad(require(data, "state", "PadStatesAndActions"), "state")}
         if "actions" in data:
-            actions = require_chunk(data, "actions", None, who)
-            padded["actions"] = self._pad(actions, "actions")
+            padded["actions"] = self._pad(data["actions"], "actions")
         return {**data, **padded}
 
     def _pad(self, values: np.ndarray, key: str) -> np.ndarray:
+        values = np.asarray(values)
         if values.shape[-1] > self.model_action_dim:
             raise ValueError(
                 f"PadStatesAndActions: {key!r} has {values.shape[-1]} dimensions; the model takes "
@@ -166,7 +159,7 @@ class PadStatesAndActions:
 
 
 def pad_to_dim(values: np.ndarray, dim: int, axis: int = -1, value: float = 0.0) -> np.ndarray:
-    """`values` with `value` appended along `axis` until it is `dim` long."""
+    """Append `value` along `axis` until it is `dim` long."""
     missing = dim - values.shape[axis]
     if missing < 0:
         raise ValueError(f"Cannot pad axis {axis} of shape {values.shape} to {dim}: it is longer.")
@@ -175,39 +168,38 @@ def pad_to_dim(values: np.ndarray, dim: int, axis: int = -1, value: float = 0.0)
     return np.pad(values, widths, constant_values=value)
 
 
-def _as_mask(mask: Sequence[bool] | None, who: str) -> tuple[bool, ...] | None:
+def _as_mask(mask: Sequence[bool] | None, context: str) -> tuple[bool, ...] | None:
     if mask is None:
         return None
     if not all(isinstance(value, bool | np.bool_) for value in mask):
         raise TypeError(
-            f"{who}: mask must be a list of booleans, found {mask!r}. make_bool_mask(6, -1) makes "
-            "one from run lengths."
+            f"{context}: mask must be a list of booleans, found {mask!r}. make_bool_mask(6, -1) "
+            "makes one from run lengths."
         )
     return tuple(bool(value) for value in mask)
 
 
 def _actions_and_offset(
-    data: Data, mask: Sequence[bool], who: str
+    data: Data, mask: Sequence[bool], context: str
 ) -> tuple[Float[np.ndarray, "*b h a"], Float[np.ndarray, "*b 1 a"]]:
-    """The actions, and what the state contributes to every step of the chunk."""
-    actions = _as_float(require_chunk(data, "actions", None, who))
-    state = _as_float(require_vector(data, "state", None, who))
-    if state.shape[:-1] != actions.shape[:-2]:
+    """Return the actions, and what the state contributes to every step of the chunk."""
+    actions = _as_float(require(data, "actions", context))
+    state = _as_float(require(data, "state", context))
+    if actions.ndim < 2 or state.shape[:-1] != actions.shape[:-2]:
         raise ValueError(
-            f"{who}: 'state' has shape {state.shape} and 'actions' {actions.shape}; their batch "
-            "axes must agree: (…, dim) and (…, horizon, dim)."
+            f"{context}: 'state' has shape {state.shape} and 'actions' {actions.shape}; their "
+            "batch axes must agree: (…, dim) and (…, horizon, dim)."
         )
-    moves: Bool[np.ndarray, " m"] = np.asarray(mask, dtype=bool)
-    chosen = np.flatnonzero(moves)
+    chosen = np.flatnonzero(mask)
     if len(mask) > actions.shape[-1]:
         raise ValueError(
-            f"{who}: the mask has {len(mask)} entries, 'actions' only {actions.shape[-1]} "
+            f"{context}: the mask has {len(mask)} entries, 'actions' only {actions.shape[-1]} "
             f"dimensions (shape {actions.shape})."
         )
     if chosen.size and chosen[-1] >= state.shape[-1]:
         raise ValueError(
-            f"{who}: the mask makes action dimension {chosen[-1]} relative, but 'state' has only "
-            f"{state.shape[-1]} dimensions (shape {state.shape})."
+            f"{context}: the mask makes action dimension {chosen[-1]} relative, but 'state' has "
+            f"only {state.shape[-1]} dimensions (shape {state.shape})."
         )
     offset = np.zeros((*state.shape[:-1], 1, actions.shape[-1]), state.dtype)
     offset[..., 0, chosen] = state[..., chosen]
@@ -215,5 +207,6 @@ def _actions_and_offset(
 
 
 def _as_float(values: np.ndarray) -> np.ndarray:
-    """Integers become float64, so that differences do not wrap or truncate."""
+    """Convert integers to float64, so that differences do not wrap or truncate."""
+    values = np.asarray(values)
     return values if np.issubdtype(values.dtype, np.floating) else values.astype(np.float64)

@@ -1,7 +1,6 @@
 """Images: one layout (uint8, height × width × RGB), one size, one entry per camera of the model.
 
-Pixels stay uint8 here; they become numbers in [−1, 1] once, on the device. Knows camera slots by
-name only, nothing of what a robot calls its cameras.
+Pixels stay uint8 here; the model converts them to [−1, 1], on the device.
 
 Dims: h height, w width; `*b` any leading batch axes.
 """
@@ -16,24 +15,18 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image
 
-from piston.transforms.base import (
-    Data,
-    listed,
-    missing_key,
-    require_mapping,
-    require_vector,
-)
+from piston.transforms import Data, listed, missing_key, require, require_mapping
 
-# Interpolation before us may leave [0, 1] by a rounding error, never by more.
+# Interpolation may have left [0, 1] by a rounding error.
 _RANGE_TOLERANCE = 1e-3
 
 UInt8Images = UInt8[np.ndarray, "*b h w 3"]
 
 
 def to_uint8_hwc(image: Any, key: str) -> UInt8Images:
-    """From uint8 or float in [0, 1], channels last or first, with any leading batch axes.
+    """Convert uint8 or float in [0, 1], channels last or first, with any leading batch axes.
 
-    An image whose last axis is 3 is taken to have its channels there. `key` is for the error.
+    If the last axis is 3, it is taken for the channels. `key` names the image in messages.
     """
     array = np.asarray(image)
     if array.ndim >= 3 and array.shape[-1] == 3:
@@ -67,9 +60,9 @@ def _from_unit_range(array: np.ndarray, key: str) -> UInt8Images:
 
 
 def resize_with_pad(images: UInt8Images, height: int, width: int) -> UInt8Images:
-    """The whole image, its aspect kept, in the middle of a black canvas of this size.
+    """Fit the whole image, its aspect kept, into the middle of a black canvas of this size.
 
-    Pillow's antialiased bilinear filter on uint8: the released weights were trained with it.
+    The filter is Pillow's antialiased bilinear one on uint8, as for the released weights.
     """
     if images.dtype != np.uint8 or images.ndim < 3 or images.shape[-1] != 3:
         raise ValueError(
@@ -101,32 +94,29 @@ def resize_with_pad(images: UInt8Images, height: int, width: int) -> UInt8Images
 
 @dataclasses.dataclass(frozen=True)
 class ResizeImages:
-    """Every camera's image, letterboxed to one size."""
+    """Resize every camera's image to one size, with black borders."""
 
     height: int
     width: int
 
     def __call__(self, data: Data) -> Data:
         images = require_mapping(data, "image", "ResizeImages")
-        resized = {name: self._resize(name, image) for name, image in images.items()}
+        resized = {}
+        for name, image in images.items():
+            try:
+                resized[name] = resize_with_pad(np.asarray(image), self.height, self.width)
+            except ValueError as error:
+                error.add_note(f"in image {name!r}")
+                raise
         return {**data, "image": resized}
-
-    def _resize(self, name: str, image: Any) -> UInt8Images:
-        array = np.asarray(image)
-        if array.dtype != np.uint8 or array.ndim < 3 or array.shape[-1] != 3:
-            raise ValueError(
-                f"ResizeImages: 'image/{name}' is {array.dtype} of shape {array.shape}; expected "
-                "uint8 (…, height, width, 3). The robot's inputs should use to_uint8_hwc."
-            )
-        return resize_with_pad(array, self.height, self.width)
 
 
 @dataclasses.dataclass(frozen=True)
 class FillCameras:
-    """One image per camera slot of the model, in the model's order; absent cameras are black.
+    """Return one image per camera slot of the model, in its order; absent cameras are black.
 
-    An absent camera is masked out with `mask_absent` (π0, π0.5), or else shown to the model as the
-    black image that it is (π0-FAST). A slot that the model does not have is refused.
+    With `mask_absent` (π0, π0.5) an absent camera is masked out; without (π0-FAST) the model sees
+    the black image. Raise ValueError for a slot that the model does not have.
     """
 
     cameras: Sequence[str]
@@ -141,7 +131,7 @@ class FillCameras:
         images = require_mapping(data, "image", "FillCameras")
         masks = require_mapping(data, "image_mask", "FillCameras")
         self._check(images, masks)
-        leading = require_vector(data, "state", None, "FillCameras").shape[:-1]
+        leading = np.shape(require(data, "state", "FillCameras"))[:-1]
         black = np.zeros((*leading, self.height, self.width, 3), np.uint8)
         filled = {name: images.get(name, black) for name in self.cameras}
         absent = np.full(leading, not self.mask_absent)

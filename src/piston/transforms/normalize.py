@@ -1,9 +1,9 @@
-"""Normalisation: statistics of states and actions, how they are applied, undone and kept in a file.
+"""Normalisation: statistics of states and actions, how they are applied, inverted and stored.
 
     z-score    (x − mean) / (std + 1e-6)
     quantile   (x − q01) / (q99 − q01 + 1e-6) · 2 − 1       nothing is clipped
 
-Computing statistics from data is not done here.
+`piston.data.statistics` computes them.
 
 Dims: d dimensions of a state or action; `*b` any leading axes.
 """
@@ -11,10 +11,9 @@ Dims: d dimensions of a state or action; `*b` any leading axes.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import logging
-import uuid
+import re
 from collections.abc import Mapping
 from decimal import Decimal
 from pathlib import Path
@@ -23,8 +22,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from piston.files import read_json_object, write_text
+from piston.logs import warn_once
+from piston.transforms import Data, require
 from piston.transforms.actions import pad_to_dim
-from piston.transforms.base import Data, require_vector
 
 logger = logging.getLogger(__name__)
 
@@ -90,11 +91,11 @@ def _equal(mine: np.ndarray | None, theirs: np.ndarray | None) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Normalization:
-    """What `Normalize` and `Unnormalize` share: x = offset + scale · y, per dimension."""
+    """What `Normalize` and `Unnormalize` have in common."""
 
     norm_stats: Mapping[str, NormStats]
     use_quantiles: bool = False
-    # A std (or half the distance of the quantiles) smaller than this counts as this.
+    # A smaller std (or half the distance of the quantiles) is replaced by this.
     floor: float = 0.0
 
     def __post_init__(self) -> None:
@@ -108,7 +109,7 @@ class _Normalization:
             )
 
     def _offset_and_width(self, stats: NormStats) -> tuple[np.ndarray, np.ndarray]:
-        """Mean and std, or q01 and the distance of the quantiles, bounded and with epsilon."""
+        """Return mean and std, or q01 and the distance of the quantiles, with floor and epsilon."""
         if not self.use_quantiles:
             return stats.mean, np.maximum(stats.std, self.floor) + EPSILON
         q01, q99 = stats.quantiles
@@ -116,10 +117,10 @@ class _Normalization:
 
 
 class Normalize(_Normalization):
-    """Statistics wider than the data lend their first dimensions; narrower ones are an error.
+    """Normalise the keys that have statistics. Keys that the data lack are left out.
 
-    Released statistics are often padded to the model's size. Keys that the data does not have are
-    passed over: at inference there are no actions.
+    Of statistics with more dimensions than the data, the first are used, since released ones are
+    often padded to the model's size; fewer are an error.
     """
 
     def __call__(self, data: Data) -> Data:
@@ -128,12 +129,18 @@ class Normalize(_Normalization):
         return {**data, **normalized}
 
     def _apply(self, data: Data, key: str, stats: NormStats) -> np.ndarray:
-        values = require_vector(data, key, None, "Normalize")
+        values = np.asarray(data[key])
         dim = values.shape[-1]
         if stats.dim < dim:
             raise _mismatch("Normalize", key, values, stats)
         if not _is_padding(stats, dim):
-            _warn_cut("Normalize", key, dim, stats.dim)
+            warn_once(
+                logger,
+                f"{key} {dim} {stats.dim}",
+                "Normalize: %r has %d dimensions, its statistics %d; only the first %d are used. "
+                "Are these the statistics of this robot?",
+                *(key, dim, stats.dim, dim),
+            )
         offset, width = self._offset_and_width(stats)
         result = (values - offset[:dim]) / width[:dim]
         if self.use_quantiles:
@@ -142,10 +149,9 @@ class Normalize(_Normalization):
 
 
 class Unnormalize(_Normalization):
-    """The inverse of `Normalize`, on what the model gives.
+    """Invert `Normalize`, for the model's outputs. Every key that has statistics must be there.
 
-    Data wider than its statistics is the model's padding and passes through. Every key that has
-    statistics must be there.
+    Dimensions beyond those of the statistics are the model's padding and stay as they are.
     """
 
     def __call__(self, data: Data) -> Data:
@@ -153,7 +159,7 @@ class Unnormalize(_Normalization):
         return {**data, **restored}
 
     def _apply(self, data: Data, key: str, stats: NormStats) -> np.ndarray:
-        values = require_vector(data, key, None, "Unnormalize")
+        values = np.asarray(require(data, key, "Unnormalize"))
         dim = values.shape[-1]
         if stats.dim > dim and not _is_padding(stats, dim):
             raise _mismatch("Unnormalize", key, values, stats)
@@ -171,7 +177,7 @@ class Unnormalize(_Normalization):
 def constant_dimensions(
     norm_stats: Mapping[str, NormStats], use_quantiles: bool = False
 ) -> dict[str, list[int]]:
-    """The dimensions of each key that never move: normalised, their slightest noise explodes."""
+    """Return the dimensions of each key that never move: normalised, their noise would explode."""
     found = {}
     for key, stats in norm_stats.items():
         width = stats.std
@@ -189,37 +195,31 @@ def _is_padding(stats: NormStats, dim: int) -> bool:
 
 
 def _float_type(values: np.ndarray) -> np.dtype:
-    """float32 stays float32 (computed in float64), integers and halves become wide enough."""
+    """Return float32 for float32 (computed in float64), a wider type for integers and float64."""
     return np.result_type(values.dtype, np.float32)
 
 
-def _mismatch(who: str, key: str, values: np.ndarray, stats: NormStats) -> ValueError:
+def _mismatch(context: str, key: str, values: np.ndarray, stats: NormStats) -> ValueError:
     return ValueError(
-        f"{who}: {key!r} has {values.shape[-1]} dimensions (shape {values.shape}), its statistics "
-        f"{stats.dim}. They belong to another robot, or to other transforms; compute them again: "
-        "piston stats PRESET"
+        f"{context}: {key!r} has {values.shape[-1]} dimensions (shape {values.shape}), its "
+        f"statistics {stats.dim}. They belong to another robot, or to other transforms; compute "
+        "them again: piston stats PRESET"
     )
 
 
-@functools.cache
-def _warn_cut(who: str, key: str, dim: int, stats_dim: int) -> None:
-    logger.warning(
-        "%s: %r has %d dimensions, its statistics %d; only the first %d are used. "
-        "Are these the statistics of this robot?",
-        who, key, dim, stats_dim, dim,
-    )  # fmt: skip
-
-
 def read_norm_stats(folder: str | Path) -> dict[str, NormStats]:
-    """The statistics kept in `folder`, in the file's order."""
+    """Read the statistics in `folder`, in the file's order."""
     path = Path(folder) / FILE_NAME
     if not path.is_file():
         raise FileNotFoundError(
             f"{FILE_NAME} missing in {folder}. {_contents(path.parent)} Run: piston stats PRESET"
         )
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))["norm_stats"]
-        return {key: _stats_from_json(entry) for key, entry in entries.items()}
+        entries = read_json_object(path)["norm_stats"]
+        return {
+            key: NormStats(entry["mean"], entry["std"], entry.get("q01"), entry.get("q99"))
+            for key, entry in entries.items()
+        }
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
             f'{path} is not a statistics file ({type(error).__name__}: {error}). Expected {{"norm_'
@@ -229,56 +229,24 @@ def read_norm_stats(folder: str | Path) -> dict[str, NormStats]:
 
 
 def write_norm_stats(folder: str | Path, norm_stats: Mapping[str, NormStats]) -> Path:
-    """Writes the public file, byte for byte as others do; at once or not at all."""
-    text = _to_json({"norm_stats": {key: dict(stats.items()) for key, stats in norm_stats.items()}})
+    """Write the public file, byte for byte as other software does."""
+    values = {
+        key: {name: None if v is None else v.tolist() for name, v in stats.items()}
+        for key, stats in norm_stats.items()
+    }
+    text = json.dumps({"norm_stats": values}, indent=2, ensure_ascii=False)
     path = Path(folder) / FILE_NAME
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{FILE_NAME}.{uuid.uuid4().hex}")
-    try:
-        unfinished.write_text(text, encoding="utf-8", newline="\n")
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_text(path, re.sub(r"(?m)(?<=^        )(\S+)e([-+]\d+)", _exponential, text))
     return path
+
+
+def _exponential(number: re.Match[str]) -> str:
+    """Write 0.00001 and 1e-6, as the public files have it, for Python's 1e-05 and 1e-06."""
+    exponent = int(number[2])
+    return f"{Decimal(number[0]):f}" if exponent == -5 else f"{number[1]}e{exponent}"
 
 
 def _contents(folder: Path) -> str:
     if not folder.is_dir():
         return "There is no such folder."
     return f"Found there: {', '.join(sorted(p.name for p in folder.iterdir())) or 'nothing'}."
-
-
-def _stats_from_json(entry: Mapping[str, Any]) -> NormStats:
-    return NormStats(entry["mean"], entry["std"], entry.get("q01"), entry.get("q99"))
-
-
-def _to_json(value: Any, indent: str = "") -> str:
-    """Two-space JSON without a newline at the end. Only what a statistics file holds."""
-    if value is None:
-        return "null"
-    if isinstance(value, float):
-        return _number_to_json(value)
-    inner = indent + "  "
-    if isinstance(value, Mapping):
-        brackets = "{}"
-        items = [
-            f"{json.dumps(key, ensure_ascii=False)}: {_to_json(item, inner)}"
-            for key, item in value.items()
-        ]
-    else:
-        brackets = "[]"
-        items = [_to_json(item, inner) for item in value.tolist()]
-    if not items:
-        return brackets
-    body = f",\n{inner}".join(items)
-    return f"{brackets[0]}\n{inner}{body}\n{indent}{brackets[1]}"
-
-
-def _number_to_json(number: float) -> str:
-    """Shortest digits, as the public files write them: 0.00001 and 1e-6, not 1e-05 and 1e-06."""
-    mantissa, _, exponent = repr(number).partition("e")
-    if not exponent:
-        return mantissa
-    if int(exponent) == -5:
-        return f"{Decimal(repr(number)):f}"
-    return f"{mantissa}e{int(exponent)}"

@@ -1,7 +1,7 @@
 """Prompts: where the sentence comes from, how it is worded for each model, and its tokens.
 
-The wording of π0, π0.5 and π0-FAST stands here and nowhere else. Tokenizers come from outside and
-are known only by what they do. The state must be normalised and not yet padded.
+The wording of π0, π0.5 and π0-FAST is defined here only. The state must be normalised and not yet
+padded.
 
 Dims: s state, l prompt length, h horizon, a action dim; `*b` any leading batch axes.
 """
@@ -10,43 +10,24 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, Int32
 
-from piston.transforms.base import Data, missing_key, require, require_chunk, require_vector
+from piston.logs import warn_once
+from piston.tokenizers.fast import FASTPrompt
+from piston.tokenizers.text import TextTokenizer
+from piston.transforms import Data, missing_key, require, require_vector
 
 logger = logging.getLogger(__name__)
 
-# The left edges of the 256 bins that a state's numbers fall into.
+# The left edges of the 256 bins of a state's numbers.
 _STATE_BINS = np.linspace(-1, 1, 256 + 1)[:-1]
-
-_warned: set[str] = set()
-
-
-class TextTokenizer(Protocol):
-    def encode(self, text: str, bos: bool = False) -> list[int]: ...
-
-
-class ActionPrompt(Protocol):
-    """Text and chunks as tokens of a model that writes its actions."""
-
-    @property
-    def max_len(self) -> int: ...
-
-    def encode(
-        self, prefix: str, chunk: Float[np.ndarray, "h a"] | None = None
-    ) -> tuple[list[int], list[int]]: ...
-
-    def decode(
-        self, tokens: Int[np.ndarray, " n"], horizon: int, action_dim: int
-    ) -> Float[np.ndarray, "h a"]: ...
 
 
 def clean(prompt: str) -> str:
-    """One line of words: as π0 and π0.5 read it, capitals kept."""
+    """Return one line of words, as π0 and π0.5 read it; capitals stay."""
     return prompt.strip().replace("_", " ").replace("\n", " ")
 
 
@@ -55,35 +36,34 @@ def word_pi05(prompt: str, bins: Int[np.ndarray, " s"]) -> str:
 
 
 def word_fast(prompt: str, bins: Int[np.ndarray, " s"]) -> str:
-    # Lower case, and line breaks inside the sentence stay: what the released weights were told.
+    # Lower case; line breaks inside the sentence stay, as for the released weights.
     words = prompt.lower().strip().replace("_", " ")
     return f"Task: {words}, State: {_joined(bins)};\n"
 
 
 def discretize_state(state: Float[np.ndarray, "*b s"]) -> Int[np.ndarray, "*b s"]:
-    """Each number's bin: [−1, 1] in 256 equal ones, 255 above.
+    """Return each number's bin of 256 in [−1, 1]; 255 above, and −1 below.
 
-    Below −1 it is −1, which is no bin. The released weights saw it so, so it stays so.
+    −1 is not a bin, but the released weights were trained with it.
     """
     bins = np.digitize(state, _STATE_BINS) - 1
     below = bins < 0
     if below.any():
-        _warn_once(
+        lowest = (np.min(state), np.argmin(state) % np.shape(state)[-1])
+        warn_once(
+            logger,
             "state below -1",
             "%d of %d numbers of the state lie below −1 (the lowest is %.4g, in dimension %d): "
             "they are written as -1 in the prompt, as for the released weights. If there are "
-            "many, check the normalisation statistics. Said once.",
-            below.sum(),
-            below.size,
-            np.min(state),
-            np.argmin(state) % np.shape(state)[-1],
+            "many, check the normalisation statistics.",
+            *(below.sum(), below.size, *lowest),
         )
     return bins
 
 
 @dataclasses.dataclass(frozen=True)
 class InjectDefaultPrompt:
-    """The prompt of data that bring none; with None they stay without."""
+    """Add a prompt to data that have none."""
 
     prompt: str | None
 
@@ -94,28 +74,8 @@ class InjectDefaultPrompt:
 
 
 @dataclasses.dataclass(frozen=True)
-class PromptFromLeRobotTask:
-    """The prompt is the text of the frame's task; `tasks` is the data set's table of them."""
-
-    tasks: Mapping[int, str]
-
-    def __call__(self, data: Data) -> Data:
-        index = np.asarray(require(data, "task_index", "PromptFromLeRobotTask"))
-        unknown = sorted({int(task) for task in index.flat} - self.tasks.keys())
-        if unknown:
-            raise ValueError(
-                f"PromptFromLeRobotTask: task_index {', '.join(map(str, unknown))} is not among "
-                f"the data set's {len(self.tasks)} tasks ({sorted(self.tasks)[:20]}): check its "
-                "meta/tasks file."
-            )
-        prompts = [self.tasks[int(task)] for task in index.flat]
-        prompt = np.array(prompts).reshape(index.shape) if index.ndim else prompts[0]
-        return {**data, "prompt": prompt}
-
-
-@dataclasses.dataclass(frozen=True)
 class TokenizePrompt:
-    """The prompt's tokens for a flow model, in place of the prompt.
+    """Replace the prompt by its tokens, for a flow model.
 
     π0     BOS, the sentence, then "\\n" encoded by itself.
     π0.5   (`discrete_state_input`) BOS, then the sentence and the state in one text.
@@ -161,23 +121,23 @@ class TokenizeFASTInputs:
     At inference (`write_actions` False) only the left part is written.
     """
 
-    prompt: ActionPrompt
+    prompt: FASTPrompt
     write_actions: bool = True
 
     def for_inference(self) -> TokenizeFASTInputs:
         return dataclasses.replace(self, write_actions=False)
 
     def __call__(self, data: Data) -> Data:
-        who, max_len = "TokenizeFASTInputs", self.prompt.max_len
-        state = require_vector(data, "state", None, who)
+        name, max_len = "TokenizeFASTInputs", self.prompt.max_len
+        state = require_vector(data, "state", None, name)
         batch = state.shape[:-1]
-        prompts = _prompts(data, batch, who)
+        prompts = _prompts(data, batch, name)
         chunks: Iterable[np.ndarray | None] = [None] * prompts.size
         if self.write_actions:
-            actions = require_chunk(data, "actions", None, who)
+            actions = np.asarray(require(data, "actions", name))
             if actions.shape[:-2] != batch:
                 raise ValueError(
-                    f"{who}: 'actions' has shape {actions.shape}; expected the state's leading "
+                    f"{name}: 'actions' has shape {actions.shape}; expected the state's leading "
                     f"axes {batch}, then horizon and action dim."
                 )
             chunks = _samples(actions, 2)
@@ -201,9 +161,9 @@ class TokenizeFASTInputs:
 
 @dataclasses.dataclass(frozen=True)
 class ExtractFASTActions:
-    """The chunk in the tokens that the model wrote; zeros and a warning where there is none."""
+    """Decode the chunk in the tokens that the model wrote; zeros and a warning if there is none."""
 
-    prompt: ActionPrompt
+    prompt: FASTPrompt
     action_horizon: int
     action_dim: int
 
@@ -218,23 +178,23 @@ class ExtractFASTActions:
         return {**data, "actions": actions}
 
 
-def _prompts(data: Data, batch: tuple[int, ...] | None, who: str) -> np.ndarray:
-    """One prompt per sample: an array of str with the leading axes of the batch."""
+def _prompts(data: Data, batch: tuple[int, ...] | None, context: str) -> np.ndarray:
+    """Return one prompt per sample: an array of str with the leading axes of the batch."""
     if data.get("prompt") is None:
-        error = missing_key("prompt", data.keys() - {"prompt"}, who)
+        error = missing_key("prompt", data.keys() - {"prompt"}, context)
         raise type(error)(f'{error} Give "prompt" with the observation, or set a default_prompt.')
     prompts = np.asarray(data["prompt"], dtype=object)
     for prompt in prompts.flat:
         if not isinstance(prompt, str):
-            raise ValueError(f"{who}: the prompt is {prompt!r}; expected a string.")
+            raise ValueError(f"{context}: the prompt is {prompt!r}; expected a string.")
     if batch is None:
         return prompts
     try:
         return np.broadcast_to(prompts, batch)
     except ValueError:
         raise ValueError(
-            f"{who}: 'prompt' has shape {prompts.shape}; expected one string, or one for each of "
-            f"the states' leading axes {batch}."
+            f"{context}: 'prompt' has shape {prompts.shape}; expected one string, or one for each "
+            f"of the states' leading axes {batch}."
         ) from None
 
 
@@ -243,7 +203,7 @@ def _without_prompt(data: Data) -> Data:
 
 
 def _samples(values: np.ndarray, num_axes: int) -> np.ndarray:
-    """All leading axes as one, before the last `num_axes`."""
+    """Merge all axes before the last `num_axes`."""
     shape = values.shape[values.ndim - num_axes :]
     return values.reshape(int(np.prod(values.shape[: values.ndim - num_axes])), *shape)
 
@@ -255,25 +215,17 @@ def _joined(bins: Int[np.ndarray, " s"]) -> str:
 def _pad(
     rows: Sequence[Sequence[int]], max_len: int
 ) -> tuple[Int32[np.ndarray, "n l"], Bool[np.ndarray, "n l"]]:
-    """Tokens with zeros after them, cut at `max_len`; the mask says which are real."""
+    """Return tokens padded with zeros or cut to `max_len`, and a mask of those that are real."""
     lengths = np.array([len(row) for row in rows], dtype=np.int64)
     if (lengths > max_len).any():
-        _warn_once(
+        warn_once(
+            logger,
             f"truncated at {max_len}",
             "%d of %d prompts are longer than the model's %d tokens (the longest has %d) and were "
-            "cut at the end. Raise model.max_token_len, or shorten the prompt. Said once.",
-            (lengths > max_len).sum(),
-            len(rows),
-            max_len,
-            lengths.max(),
+            "cut at the end. Raise model.max_token_len, or shorten the prompt.",
+            *((lengths > max_len).sum(), len(rows), max_len, lengths.max()),
         )
     tokens = np.zeros((len(rows), max_len), dtype=np.int32)
     for index, row in enumerate(rows):
         tokens[index, : len(row)] = row[:max_len]
     return tokens, np.arange(max_len) < lengths[:, None]
-
-
-def _warn_once(kind: str, message: str, *numbers: Any) -> None:
-    if kind not in _warned:
-        _warned.add(kind)
-        logger.warning(message, *numbers)

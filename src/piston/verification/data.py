@@ -25,11 +25,10 @@ import numpy as np
 
 from piston.config import CosineDecaySchedule
 from piston.robots.aloha import AlohaInputs, AlohaOutputs
-from piston.tokenizers import TextTokenizer
 from piston.tokenizers.fast import FASTPrompt, FASTTokenizer
-from piston.tokenizers.paligemma import PaligemmaTokenizer
+from piston.tokenizers.text import PaligemmaTokenizer, TextTokenizer
+from piston.transforms import compose
 from piston.transforms.actions import AbsoluteActions, DeltaActions, make_bool_mask
-from piston.transforms.base import compose
 from piston.transforms.images import resize_with_pad
 from piston.transforms.normalize import (
     Normalize,
