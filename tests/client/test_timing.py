@@ -9,53 +9,43 @@ from hypothesis import strategies as st
 from piston.client.timing import Pacer, Percentiles
 
 
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
 def test_steps_begin_on_the_grid_however_long_the_work_takes():
-    clock = Clock()
-    pacer = Pacer(0.1, clock=clock, start=clock.now)
+    pacer = Pacer(0.1, start=100.0)
     begins = []
     for work in (0.01, 0.09, 0.05, 0.0):
         begins.append(pacer.begin)
-        clock.now = pacer.begin + work
-        assert pacer.advance() == 0
+        assert pacer.advance(pacer.begin + work) == (0, 0)
     np.testing.assert_allclose(begins, [100.0, 100.1, 100.2, 100.3])
 
 
 def test_an_overrun_shortens_the_next_step_and_does_not_move_the_grid():
-    clock = Clock()
-    pacer = Pacer(0.1, clock=clock, start=clock.now)
-    clock.now += 0.13
-    assert math.isclose(pacer.advance(), 0.03)
-    assert math.isclose(pacer.deadline, 100.2)
-    assert pacer.take_skipped() == 0
+    pacer = Pacer(0.1, start=100.0)
+    overrun, num_skipped = pacer.advance(100.13)
+    assert math.isclose(overrun, 0.03)
+    assert num_skipped == 0
+    assert math.isclose(pacer.begin, 100.1)
+    assert pacer.advance(100.2) == (0, 0)
+    assert math.isclose(pacer.begin, 100.2)
 
 
 def test_steps_whose_time_has_passed_are_left_out():
-    clock = Clock()
-    pacer = Pacer(0.1, clock=clock, start=clock.now)
-    clock.now += 0.45
-    assert math.isclose(pacer.advance(), 0.35)
+    pacer = Pacer(0.1, start=100.0)
+    overrun, num_skipped = pacer.advance(100.45)
+    assert math.isclose(overrun, 0.35)
     # Steps 1, 2 and 3 are over; step 4 (begun at 100.4) is under way.
-    assert pacer.take_skipped() == 3
+    assert num_skipped == 3
     assert math.isclose(pacer.begin, 100.4)
-    assert pacer.take_skipped() == 0
+    assert pacer.advance(100.46) == (0, 0)
 
 
 @given(st.lists(st.floats(0, 0.5), min_size=1, max_size=30))
 def test_never_more_than_a_period_behind_and_always_on_the_grid(works):
-    clock = Clock()
-    pacer = Pacer(0.1, clock=clock, start=clock.now)
+    pacer = Pacer(0.1, start=100.0)
+    now = 100.0
     for work in works:
-        clock.now = max(clock.now, pacer.begin) + work
-        pacer.advance()
-        assert clock.now - pacer.begin <= 0.1 + 1e-9
+        now = max(now, pacer.begin) + work
+        pacer.advance(now)
+        assert now - pacer.begin <= 0.1 + 1e-9
         index = (pacer.begin - 100.0) / 0.1
         assert abs(index - round(index)) < 1e-6
 

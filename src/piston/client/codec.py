@@ -214,19 +214,22 @@ def _read_array(found: Mapping[Any, Any], *, writable: bool) -> np.ndarray:
 
 
 def _check_shape(shape: Any, dtype: np.dtype, num_bytes: int) -> None:
-    if not isinstance(shape, list) or any(type(axis) is not int or axis < 0 for axis in shape):
-        raise ProtocolError(f"The shape of an array is a list of sizes; found {shortened(shape)}.")
-    if len(shape) > _MAX_AXES:
-        raise ProtocolError(f"An array has {len(shape)} axes; at most {_MAX_AXES} are allowed.")
-    expected = math.prod(shape) * dtype.itemsize
+    if not isinstance(shape, list) or len(shape) > _MAX_AXES:
+        raise ProtocolError(
+            f"The shape of an array is a list of at most {_MAX_AXES} sizes; found "
+            f"{shortened(shape)}."
+        )
+    expected = dtype.itemsize
+    for size in shape:
+        # The axes of an empty array are not bounded by the number of its bytes.
+        if type(size) is not int or not 0 <= size < 2**31:
+            raise ProtocolError(f"An array has the shape {shortened(shape)}; expected sizes.")
+        expected *= size
     if expected != num_bytes:
         raise ProtocolError(
-            f"An array of shape {shortened(tuple(shape))} and dtype {dtype.str} has {expected} "
-            f"bytes; found {num_bytes}."
+            f"An array of shape {shortened(shape)} and dtype {dtype.str} has {expected} bytes; "
+            f"found {num_bytes}."
         )
-    # The axes of an empty array are not bounded by the number of its bytes.
-    if max(shape, default=0) >= 2**31:
-        raise ProtocolError(f"The array's shape {shortened(tuple(shape))} is too large.")
 
 
 def _read_scalar(found: Mapping[Any, Any]) -> np.generic:

@@ -26,7 +26,7 @@ from piston.client.timing import EndedBy, Pacer, Summary
 logger = logging.getLogger(__name__)
 
 # The part of a period after which an answer is too late for its step; and the part that the agent
-# has at least, where the step began late itself.
+# has at least, if the step itself began late.
 _ANSWER_BY, _AT_LEAST = 0.9, 0.5
 # How often a long wait checks whether it is to stop.
 _CHECK_SECONDS = 0.1
@@ -42,15 +42,15 @@ class Environment(Protocol):
         ...
 
     def get_observation(self) -> Mapping[str, Any]:
-        """In the robot's own keys, in arrays that are not used again for the next one."""
+        """Return an observation in the robot's own keys, in arrays that are not reused later."""
         ...
 
     def apply_action(self, action: np.ndarray, /) -> None:
-        """One action (dim,)."""
+        """Execute one action (dim,)."""
         ...
 
     def is_done(self) -> bool:
-        """Whether the episode is over."""
+        """Return whether the episode is over."""
         ...
 
 
@@ -58,14 +58,14 @@ class Agent(Protocol):
     """A broker: one action per call."""
 
     def infer(self, observation: Mapping[str, Any], /) -> Mapping[str, Any]:
-        """A result with `actions` (dim,); `held` in it says that the agent had nothing new."""
+        """Return a result with `actions` (dim,), and `held` if the action is not a new one."""
         ...
 
     def reset(self) -> None: ...
 
 
 class Hooks:
-    """What to do besides: override what you need. Hooks run in the loop, so they must be quick."""
+    """Callbacks: override what you need. They run in the control loop, so they must be quick."""
 
     def on_start(self) -> None:
         """Before the first episode."""
@@ -77,16 +77,16 @@ class Hooks:
         """Before the agent is asked."""
 
     def on_action(self, step: int, action: np.ndarray, result: Mapping[str, Any] | None) -> None:
-        """After an action was applied; `result` is the agent's, None where the action was held."""
+        """After an action was applied; `result` is the agent's, None if the action was held."""
 
     def on_hold(self, step: int, reason: str) -> None:
-        """The agent gave nothing new for this step."""
+        """When the agent has no new action for this step."""
 
     def on_overrun(self, step: int, seconds: float) -> None:
-        """The step took this much longer than a period."""
+        """When a step took this much longer than a period."""
 
     def on_episode_end(self, episode: int, ended_by: EndedBy) -> None:
-        """Also after an error."""
+        """After an episode, also if it ended with an error."""
 
     def on_end(self, summary: Summary) -> None:
         """After the last episode, however it ended."""
@@ -128,7 +128,6 @@ class Runtime:
         self._stop: EndedBy | None = None
         self._summary = Summary()
         # Of the episode.
-        self._episode_begin: float | None = None
         self._pacer: Pacer | None = None
         self._last_action: np.ndarray | None = None
         self._pending: Future[Mapping[str, Any]] | None = None
@@ -158,15 +157,15 @@ class Runtime:
     def _run_episode(self, episode: int) -> EndedBy:
         self._environment.reset()
         self._reset_agent()
-        self._pacer = self._last_action = self._hold_start = self._episode_begin = None
+        self._pacer = self._last_action = self._hold_start = None
         self._call_hooks("on_episode_start", episode)
         ended_by: EndedBy = "error"
         try:
             ended_by = self._run_steps()
         finally:
             self._summary.num_episodes += 1
-            if self._episode_begin is not None:
-                self._summary.seconds += time.monotonic() - self._episode_begin
+            if self._pacer is not None:
+                self._summary.seconds += time.monotonic() - self._pacer.start
             self._call_hooks("on_episode_end", episode, ended_by)
         return ended_by
 
@@ -200,12 +199,12 @@ class Runtime:
         self._call_hooks("on_observation", step, observation)
         has_fallback = self._last_action is not None or self._safe_action is not None
         if self._pacer is None and has_fallback:
-            self._start_clock(begin)
+            self._pacer = Pacer(self._period or 0.0, begin)
         result = self._answer(observation, begin, has_fallback)
         if self._pacer is None:
             # The first answer may take long (a model warms up); the rate counts from here.
             begin = time.monotonic()
-            self._start_clock(begin)
+            self._pacer = Pacer(self._period or 0.0, begin)
         if self._stop is not None:
             return False
         is_held = result is None or bool(result.get("held"))
@@ -218,10 +217,6 @@ class Runtime:
         self._call_hooks("on_action", step, action, None if is_held else result)
         self._summary.step_seconds.append(time.monotonic() - begin)
         return self._count_hold(step, is_held)
-
-    def _start_clock(self, now: float) -> None:
-        self._episode_begin = now
-        self._pacer = Pacer(self._period or 0.0, start=now)
 
     def _answer(
         self, observation: Mapping[str, Any], begin: float, has_fallback: bool
@@ -286,11 +281,11 @@ class Runtime:
         """Wait for the next step's time."""
         if self._period is None or self._pacer is None:
             return
-        overrun = self._pacer.advance()
+        overrun, num_skipped = self._pacer.advance(time.monotonic())
         if overrun > 0:
             self._summary.num_overruns += 1
             self._summary.worst_overrun = max(self._summary.worst_overrun, overrun)
-            self._summary.num_skipped += self._pacer.take_skipped()
+            self._summary.num_skipped += num_skipped
             self._call_hooks("on_overrun", step, overrun)
         while (left := self._pacer.begin - time.monotonic()) > 0 and self._stop is None:
             time.sleep(min(left, _CHECK_SECONDS))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -20,39 +19,23 @@ class Pacer:
     whose whole time has passed are skipped, not made up for in a burst.
     """
 
-    def __init__(
-        self, period: float, *, clock: Callable[[], float] = time.monotonic, start: float
-    ) -> None:
+    def __init__(self, period: float, start: float) -> None:
+        self.start = start
         self._period = period
-        self._clock = clock
-        self._start = start
         self._index = 0
-        self._num_skipped = 0
 
     @property
     def begin(self) -> float:
         """When the current step is due to begin."""
-        return self._start + self._index * self._period
+        return self.start + self._index * self._period
 
-    @property
-    def deadline(self) -> float:
-        """When the current step is due to end."""
-        return self._start + (self._index + 1) * self._period
-
-    def advance(self) -> float:
-        """Go on to the next step; return the seconds by which this one has overrun, 0 if none."""
+    def advance(self, now: float) -> tuple[float, int]:
+        """Go on to the next step; return the overrun in seconds and the number of skipped steps."""
         self._index += 1
-        overrun = self._clock() - self.begin
-        if overrun > self._period:
-            missed = math.floor(overrun / self._period)
-            self._index += missed
-            self._num_skipped += missed
-        return max(0.0, overrun)
-
-    def take_skipped(self) -> int:
-        """Return the number of steps left out since the last call."""
-        skipped, self._num_skipped = self._num_skipped, 0
-        return skipped
+        overrun = max(0.0, now - self.begin)
+        num_skipped = math.floor(overrun / self._period) if overrun > self._period else 0
+        self._index += num_skipped
+        return overrun, num_skipped
 
 
 @dataclasses.dataclass(frozen=True)

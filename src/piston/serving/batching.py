@@ -16,14 +16,16 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import concurrent.futures
+import contextlib
 import dataclasses
 import logging
 import math
-import queue
-import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol
+
+from piston.client.brokers import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -84,9 +86,7 @@ class Batcher:
         self._max_queue = max_queue
         self._queue: collections.deque[Request] = collections.deque()
         self._rhythms: dict[Hashable, _Rhythm] = {}
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        # A daemon: a policy that hangs must not keep the process from ending.
-        self._thread = threading.Thread(target=self._work, name="piston-inference", daemon=True)
+        self._worker = Worker("piston-inference")
         self._is_working = False
         self._waiting: asyncio.TimerHandle | None = None
         self._idle_since = -math.inf
@@ -96,23 +96,10 @@ class Batcher:
         """Return the number of waiting requests, without those that the policy works on."""
         return len(self._queue)
 
-    def start(self, warm_up: Callable[[], object] | None = None) -> asyncio.Future[None]:
+    def start(self, warm_up: Callable[[], object] | None = None) -> asyncio.Future[object]:
         """Run `warm_up` in the thread that will infer; the future is done when it is."""
         self._loop = asyncio.get_running_loop()
-        warm: asyncio.Future[None] = self._loop.create_future()
-
-        def run() -> None:
-            error: BaseException | None = None
-            try:
-                if warm_up is not None:
-                    warm_up()
-            except BaseException as raised:
-                error = raised
-            self._call_in_loop(_settle, warm, error)
-
-        self._thread.start()
-        self._jobs.put(run)
-        return warm
+        return asyncio.wrap_future(self._worker.submit(warm_up or (lambda: None)))
 
     def submit(self, request: Request) -> None:
         """Add a request to the queue, or raise Busy if the queue is full."""
@@ -131,12 +118,11 @@ class Batcher:
         self._schedule()
 
     def stop(self, timeout: float) -> bool:
-        """End the thread; return whether it ended in time. Waiting requests are dropped."""
+        """Drop the waiting requests; return whether the policy finishes its work in time."""
         self._queue.clear()
-        self._jobs.put(None)
-        if self._thread.ident is not None:
-            self._thread.join(timeout)
-        return not self._thread.is_alive()
+        self._schedule()
+        last = self._worker.submit(lambda: None)
+        return bool(concurrent.futures.wait([last], timeout).done)
 
     def _schedule(self) -> None:
         """Start the next batch, now or when the wait for other robots is over."""
@@ -172,7 +158,7 @@ class Batcher:
         size = min(len(self._queue), self._max_batch)
         batch = [self._queue.popleft() for _ in range(size)]
         self._is_working = True
-        self._jobs.put(lambda: self._call_in_loop(self._finish_batch, batch, self._infer(batch)))
+        self._worker.submit(self._run_batch, batch)
 
     def _finish_batch(self, batch: Sequence[Request], outcomes: Sequence[Outcome]) -> None:
         self._is_working = False
@@ -192,17 +178,11 @@ class Batcher:
 
     # In the inference thread.
 
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
-            # Nothing of a finished batch stays alive while waiting for the next.
-            del job
-
-    def _call_in_loop(self, function: Callable[..., None], *args: object) -> None:
-        try:
-            self._loop.call_soon_threadsafe(function, *args)
-        except RuntimeError:
-            logger.debug("The event loop ended before the policy did; its result is lost.")
+    def _run_batch(self, batch: list[Request]) -> None:
+        outcomes = self._infer(batch)
+        # The loop is closed if the server has given up waiting for the policy.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._finish_batch, batch, outcomes)
 
     def _infer(self, batch: Sequence[Request]) -> list[Outcome]:
         """Return the outcomes of a batch; if it fails as a whole, run its requests one by one."""
@@ -229,12 +209,3 @@ class Batcher:
         except Exception as error:
             return error
         return results
-
-
-def _settle(future: asyncio.Future[None], error: BaseException | None) -> None:
-    if future.done():
-        return
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)

@@ -23,6 +23,7 @@ import threading
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from pathlib import Path
+from typing import Any
 
 import websockets.asyncio.server
 from websockets.asyncio.server import ServerConnection
@@ -46,6 +47,8 @@ _FRAMES_AHEAD = 2
 # glibc keeps freed blocks up to the size of the largest one that was freed so far, at most 32 MB.
 # Without this, it returns the memory of every message to the kernel and fetches it again.
 _KEPT_BYTES = 16 * 2**20
+# What asyncio reads from a socket at once: an observation, where its own 256 KB are only a part.
+_READ_BYTES = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -351,6 +354,9 @@ class Server:
         task = asyncio.current_task()
         assert task is not None
         self._sessions[session] = task
+        transport: Any = connection.transport
+        if hasattr(transport, "max_size"):
+            transport.max_size = _READ_BYTES
         peer = connection.remote_address
         logger.info("%s connected (%d connections).", peer, len(self._sessions))
         try:
