@@ -12,8 +12,7 @@ import numpy as np
 
 from common import main
 from piston.cli.console import console
-from piston.data.statistics import compute_statistics
-from piston.data.transformed_columns import TransformedColumns
+from piston.data.statistics import TransformedColumns, compute_statistics
 from piston.data.video import num_usable_cpus
 from piston.models.configs import Pi0Config
 from piston.robots.aloha import LeRobotAlohaDataConfig

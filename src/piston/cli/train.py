@@ -39,8 +39,7 @@ from piston.config import (
 )
 from piston.data.format import Feature, dimension_names
 from piston.data.pipeline import keys_used, open_sources
-from piston.data.statistics import KeyStatistics, compute_statistics
-from piston.data.transformed_columns import TransformedColumns
+from piston.data.statistics import KeyStatistics, TransformedColumns, compute_statistics
 from piston.progress import ProgressBar
 from piston.transforms.normalize import constant_dimensions, write_norm_stats
 
@@ -201,7 +200,7 @@ def _stats(config: TrainConfig, max_frames: int | None) -> None:
     num_all = sum(map(len, columns))
     num_frames = min(num_all, max_frames or num_all)
     with ProgressBar("statistics", "frames", num_frames) as bar:
-        statistics = compute_statistics(columns, max_frames=max_frames, progress=bar.advance)
+        statistics = compute_statistics(columns, max_frames=max_frames, progress=bar.show)
     seconds = time.monotonic() - begun
     names = _names(datasets[0].metadata.features, data_config, statistics)
     for key, of_key in statistics.items():
