@@ -1,24 +1,27 @@
-"""`piston convert SOURCE TARGET` and `piston summary PRESET|CHECKPOINT`."""
+"""`piston convert SOURCE TARGET` and `piston summary PRESET|CHECKPOINT`.
+
+What needs torch is imported where it is used: --help does without.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
 import tyro
 from rich.table import Table
 
-from piston import presets, weights
+from piston import presets
 from piston.cli.console import console, table
-from piston.models import masks
-from piston.models.configs import ModelConfig
-from piston.models.model import Model
-from piston.models.precision import cast_for_inference
-from piston.models.variants import GemmaSize
 from piston.progress import BYTES, ProgressBar
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+if TYPE_CHECKING:
+    from torch import nn
+
+    from piston.models.configs import ModelConfig
+    from piston.models.model import Model
+    from piston.models.variants import GemmaSize
+
 # Bytes per trained parameter: float32 master, gradient, two moments of AdamW, mean of weights.
 _TRAINING_BYTES = 4 + 4 + 8 + 4
 
@@ -45,11 +48,15 @@ def _convert(
         dtype: Hold the large matrices in this; by default as they are stored.
         preset: Check the sizes against this preset; by default they are inferred.
     """
+    import torch
+
+    from piston import weights
+
     with ProgressBar("converting", BYTES) as bar:
         checkpoint = weights.convert(
             source,
             target,
-            None if dtype is None else _DTYPES[dtype],
+            None if dtype is None else getattr(torch, dtype),
             config=None if preset is None else presets.get(preset).model,
             progress=bar.show,
         )
@@ -60,11 +67,13 @@ def _convert(
 
 
 def _summary(what: Annotated[str, tyro.conf.Positional]) -> None:
-    """Show what a model is made of, how its tokens see each other, and the memory it needs.
+    """Show what a model is made of, how its tokens attend to each other, and the memory it needs.
 
     Args:
         what: A preset's name, or a checkpoint's folder or location.
     """
+    from piston import weights
+
     config, source = _find(what)
     model = weights.build_on_meta(config)
     screen = console()
@@ -77,6 +86,8 @@ def _summary(what: Annotated[str, tyro.conf.Positional]) -> None:
 
 
 def _find(what: str) -> tuple[ModelConfig, str]:
+    from piston import weights
+
     if what in presets.names():
         return presets.get(what).model, "as the preset says"
     if "://" not in what and not Path(what).exists():
@@ -85,7 +96,7 @@ def _find(what: str) -> tuple[ModelConfig, str]:
     return checkpoint.config, f"from a {checkpoint.format} checkpoint"
 
 
-def _count(module: torch.nn.Module) -> int:
+def _count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
@@ -128,7 +139,7 @@ def _expert_column(size: GemmaSize, count: int, reads: str) -> dict[str, str]:
 
 
 def _tokens(model: Model) -> Table:
-    """The layout of a sequence in which every camera is present and the prompt is full."""
+    """Return the layout of a sequence with every camera and a full prompt."""
     rows = []
     for group in model.token_groups():
         size = "within the prompt" if group.size is None else str(group.size)
@@ -138,13 +149,15 @@ def _tokens(model: Model) -> Table:
 
 
 def _mask(model: Model) -> str:
+    from piston.models import masks
+
     groups = model.token_groups()[len(model.config.cameras) :]
     rows = [("images", False), *((group.name, group.starts_block) for group in groups)]
     return masks.draw(rows, causal=[group.name for group in groups if group.is_causal])
 
 
 def _memory(model: Model) -> Table:
-    """Parameters and what belongs to each of them; activations come on top."""
+    """Return the memory of parameters and optimizer; activations come on top."""
     count = _count(model)
     adapters = sum(p.numel() for name, p in model.named_parameters() if "lora" in name)
     in_bfloat16 = _bytes(2 * count + 2 * _num_always_float32(model))
@@ -166,7 +179,12 @@ def _bytes(number: float) -> str:
 
 
 def _num_always_float32(model: Model) -> int:
-    """Parameters that stay float32 when the model is held in bfloat16."""
+    """Return how many parameters stay float32 when the model is held in bfloat16."""
+    import torch
+
+    from piston import weights
+    from piston.models.precision import cast_for_inference
+
     held = weights.build_on_meta(model.config)
     cast_for_inference(held, torch.bfloat16)
     return sum(p.numel() for p in held.parameters() if p.dtype == torch.float32)

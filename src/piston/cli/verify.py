@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from rich.markup import escape
 
-from piston import verification
 from piston.cli.console import console
-from piston.verification.quantity import Quantity
+
+if TYPE_CHECKING:
+    from piston.verification.quantity import Quantity
 
 
 def run_verify(args: list[str]) -> int:
     paths = tyro.cli(_paths_argument, args=args, prog="piston verify")
+    from piston import verification  # imports torch
+
     cases = [case for path in paths for case in verification.find_cases(path)]
     quantities = [quantity for case in cases for quantity in _replay(case)]
     wrong = sum(not quantity.ok for quantity in quantities)
@@ -37,6 +40,8 @@ def _paths_argument(paths: Annotated[tuple[Path, ...], tyro.conf.Positional]) ->
 
 
 def _replay(case: Path) -> list[Quantity]:
+    from piston import verification
+
     screen = console()
     screen.print(f"\n[bold]{escape(str(case))}[/bold]", soft_wrap=True)
     quantities = []

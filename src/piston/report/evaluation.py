@@ -36,7 +36,7 @@ _QUALITIES = (70, 50, 35, 20, 10)
 
 
 def find_evaluations(run: Path, given: Sequence[Path] = ()) -> list[Evaluation]:
-    """Those in the given folders; without any, those in folders directly below the run."""
+    """Read the evaluations in the given folders; without any, those directly below the run."""
     return [
         read_evaluation(folder)
         for folder in given or sorted(path.parent for path in run.glob(f"*/{RESULTS}"))
@@ -152,8 +152,10 @@ def _dimension(trace: Trace, dim: int) -> Markup:
 
 
 def write_animation(path: Path, evaluations: Sequence[Evaluation]) -> None:
-    """Every video once, framed in green where the task was fulfilled, in red where it was not, in
-    grey where the opposite was asked for; at most a million bytes of WebP.
+    """Write all videos side by side as WebP of at most a million bytes.
+
+    Frames are green where the task was fulfilled, red where it was not, and grey where the opposite
+    was asked for.
     """
     videos = [(result, video) for result in evaluations for video in result.videos]
     if path.suffix != ".webp":
@@ -207,7 +209,7 @@ def _caption(result: Evaluation) -> str:
 
 
 def _page(films: list[tuple[list[Image.Image], Colour]], index: int, title: str) -> Image.Image:
-    """All videos at one moment; one that is over shows its last frame."""
+    """Return all videos at one moment; one that is over shows its last frame."""
     columns = len(films) if len(films) <= _ONE_ROW else _COLUMNS
     rows = -(-len(films) // columns)
     page = Image.new("RGB", (columns * _WIDTH, rows * _HEIGHT + _STRIP), _PAPER)

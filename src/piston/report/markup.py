@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float, UInt8
 from PIL import Image
 
-# From minus to plus: blue, pale, orange, told apart by people with any colour vision.
+# From minus to plus: blue, pale, orange, which people with any colour vision can distinguish.
 _COLOURS = np.array(
     [[33, 102, 172], [146, 197, 222], [247, 247, 247], [253, 184, 99], [179, 88, 6]]
 )
@@ -45,7 +45,7 @@ def tag(name: str, /, *children: Any, **attributes: Any) -> Markup:
 
 
 def lone_tag(name: str, /, **attributes: Any) -> Markup:
-    """One that has no end, such as `img`; in SVG such a tag closes itself."""
+    """Return a tag without an end, such as `img`; in SVG such a tag closes itself."""
     return Markup(f"<{name}{''.join(_attribute(k, v) for k, v in attributes.items())}/>")
 
 
@@ -87,7 +87,7 @@ def image(source: str, text: str, **attributes: Any) -> Markup:
 
 
 def png(image: UInt8[np.ndarray, "h w 3"], longest: int | None = None) -> str:
-    """The picture, made smaller where a side is longer than `longest`."""
+    """Return a picture as a data URI, made smaller if a side is longer than `longest`."""
     picture = Image.fromarray(image)
     if longest is not None:
         picture.thumbnail((longest, longest))
@@ -97,7 +97,7 @@ def png(image: UInt8[np.ndarray, "h w 3"], longest: int | None = None) -> str:
 
 
 def heat_map(values: Float[np.ndarray, "r c"], limit: float) -> UInt8[np.ndarray, "r c 3"]:
-    """A pixel per number: −limit blue, 0 pale, +limit orange."""
+    """Return one pixel per value: −limit blue, 0 pale, +limit orange."""
     places = np.clip(values / limit, -1, 1)
     channels = [np.interp(places, np.linspace(-1, 1, 5), channel) for channel in _COLOURS.T]
     return np.stack(channels, axis=-1).astype(np.uint8)

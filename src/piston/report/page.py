@@ -29,7 +29,7 @@ def write_report(
     stages: Path | None = None,
     use_policy: bool = True,
 ) -> Path:
-    """Write the page of a run, by default as `report.html` in its folder; where it went."""
+    """Write the page of a run, by default as `report.html` in its folder; return its path."""
     contents = gather(run, evaluations, stages, use_policy=use_policy)
     out = out or run / "report.html"
     out.parent.mkdir(parents=True, exist_ok=True)

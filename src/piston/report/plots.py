@@ -28,7 +28,7 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """How large the plot is, and what stands on its axes."""
+    """The size of a plot and its axes."""
 
     width: float = 720
     height: float = 220
@@ -45,7 +45,7 @@ class Frame:
 
 @dataclasses.dataclass(frozen=True)
 class _Axis:
-    """Numbers to places: `low` at `start`, `high` at `stop`, straight or logarithmic."""
+    """Maps values to coordinates: `low` to `start`, `high` to `stop`, linear or logarithmic."""
 
     low: float
     high: float
@@ -59,7 +59,7 @@ class _Axis:
 
 
 def plot(lines: Sequence[Line], frame: Frame) -> Markup:
-    """The curves in one frame, with a legend where they have names."""
+    """Return the curves in one frame, with a legend if several have names."""
     lines = [_drawable(line, frame.log) for line in lines]
     xs, ys = (np.concatenate([getattr(line, axis) for line in lines]) for axis in "xy")
     if not np.isfinite(ys).any():
@@ -89,13 +89,13 @@ def plot(lines: Sequence[Line], frame: Frame) -> Markup:
 
 
 def is_wide(values: np.ndarray) -> bool:
-    """Whether a logarithmic axis shows these better."""
+    """Return whether a logarithmic axis shows these values better."""
     finite = values[np.isfinite(values)]
     return bool(len(finite) and finite.min() > 0 and finite.max() / finite.min() > _LOG_RATIO)
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:
-    """About `count` round numbers (1, 2 or 5 times a power of ten) from low to high."""
+    """Return about `count` round numbers (1, 2 or 5 times a power of ten) from low to high."""
     rough = (high - low) / max(count, 1)
     power = 10.0 ** math.floor(math.log10(rough))
     step = min((1, 2, 5, 10), key=lambda m: abs(math.log(m * power / rough))) * power
@@ -105,7 +105,7 @@ def ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten; with 2 and 5 times them where there are few."""
+    """Return powers of ten; with 2 and 5 times them where there are few."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     factors = (1,) if len(powers) > 4 else (1, 2, 5)
     chosen = [factor * 10.0**power for power in powers for factor in factors]

@@ -33,7 +33,7 @@ _NOISE_LIMIT = 2.5  # standard deviations at which colours end
 
 @dataclasses.dataclass(frozen=True)
 class Denoising:
-    """In the model's space, without the dimensions that the robot does not have."""
+    """How noise became a chunk, in the model's space, without padded dimensions."""
 
     # From noise (first) to actions (last).
     passed: Float[np.ndarray, "k h a"]
@@ -105,7 +105,7 @@ def _batch_of_one(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _timed(policy: Policy, request: Mapping[str, Any]) -> tuple[float, ...]:
-    """Milliseconds of single requests in this process; the caller has warmed up."""
+    """Return the milliseconds of single requests in this process, after a warm-up."""
     times: list[float] = []
     began = time.perf_counter()
     while len(times) < _MAX_TIMED and time.perf_counter() - began < _TIMING_SECONDS:

@@ -62,7 +62,7 @@ class Sample:
 
 
 def read_pipeline(config: TrainConfig, checkpoint: Path) -> DataConfig:
-    """With the statistics that the checkpoint carries."""
+    """Return the run's pipeline with the statistics of its checkpoint."""
     pipeline = config.data_config()
     if pipeline.asset_id is not None:
         inside = checkpoint / "assets" / pipeline.asset_id
@@ -72,7 +72,7 @@ def read_pipeline(config: TrainConfig, checkpoint: Path) -> DataConfig:
 
 
 def choose_sample(config: TrainConfig, pipeline: DataConfig) -> Sample:
-    """A quarter into the first held-out episode; without any, into the one in the middle."""
+    """Return a frame of the first held-out episode; without any, of the one in the middle."""
     dataset, *others = sources = open_sources(pipeline, config.model)
     position, held_out = len(dataset.episodes) // 2, False
     if config.validation_episodes:
@@ -106,7 +106,7 @@ def choose_sample(config: TrainConfig, pipeline: DataConfig) -> Sample:
 
 
 def follow(stages: Mapping[str, Iterable[Transform]], data: Data) -> tuple[TraceStep, ...]:
-    """The data itself, then after each transform."""
+    """Return the data itself, then the data after each transform."""
     first = next(iter(stages))
     steps = [TraceStep(first, "", "", data)]
     for stage, transforms in stages.items():
@@ -177,7 +177,7 @@ def _keys(names: Sequence[str], data: Data) -> Markup:
 
 
 def _described(value: Any) -> tuple[str, str, str]:
-    """Type, shape and range of values."""
+    """Return type, shape and range of values."""
     array = np.asarray(value)
     shape = " × ".join(map(str, array.shape)) or "–"
     if array.dtype.kind in "US":
