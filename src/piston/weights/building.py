@@ -12,13 +12,14 @@ from torch.overrides import TorchFunctionMode
 from piston.models.autoregressive import Pi0FAST
 from piston.models.configs import ModelConfig, Pi0Config, Pi0FASTConfig
 from piston.models.flow import Pi0
+from piston.models.model import Model
 from piston.models.precision import held_as_asked
 from piston.weights.errors import Shape
 
 _RANDOM_FILLS = {"normal_", "uniform_", "trunc_normal_", "kaiming_uniform_"}
 
 
-def build_model(config: ModelConfig) -> Pi0 | Pi0FAST:
+def build_model(config: ModelConfig) -> Model:
     """Return the model of a configuration, on torch's current default device."""
     if isinstance(config, Pi0FASTConfig):
         return Pi0FAST(config)
@@ -27,7 +28,7 @@ def build_model(config: ModelConfig) -> Pi0 | Pi0FAST:
     raise TypeError(f"No model is known for a {type(config).__name__}.")
 
 
-def build_on_meta(config: ModelConfig) -> Pi0 | Pi0FAST:
+def build_on_meta(config: ModelConfig) -> Model:
     """Return the model without memory: for its names and shapes, or to be filled later."""
     with torch.device("meta"), _WithoutRandomFills():
         return build_model(config)

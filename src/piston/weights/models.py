@@ -28,10 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from piston.files import atomic_file, atomic_folder, check_new_folder, sync, write_json
-from piston.models.autoregressive import Pi0FAST
 from piston.models.configs import ModelConfig
-from piston.models.flow import Pi0
 from piston.models.lora import adapter_state_dict, load_adapter_state_dict
+from piston.models.model import Model
 from piston.progress import Progress, no_progress
 from piston.serialization import to_json
 from piston.weights.building import (
@@ -61,7 +60,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     may_be_new: Iterable[str] = (),
-) -> Pi0 | Pi0FAST:
+) -> Model:
     """Load the model of a checkpoint in any known format.
 
     `dtype` is what the large matrices are held in; None keeps the stored dtype of each. Tensors
@@ -74,7 +73,7 @@ def load_model(
 
 
 def load_into(
-    model: Pi0 | Pi0FAST,
+    model: Model,
     checkpoint: Checkpoint,
     may_be_new: Iterable[str] = (),
     *,
@@ -227,7 +226,7 @@ def _describe(config: ModelConfig, sections: Mapping[str, Any]) -> dict[str, Any
     return {**own, **sections}
 
 
-def save_adapters(model: Pi0 | Pi0FAST, folder: str | Path) -> None:
+def save_adapters(model: Model, folder: str | Path) -> None:
     """Write the model's adapters and their configuration; existing files are replaced.
 
     They are of use only with the base weights that they were trained on.
@@ -239,7 +238,7 @@ def save_adapters(model: Pi0 | Pi0FAST, folder: str | Path) -> None:
     _write_pair(Path(folder), _ADAPTERS, adapters, _ADAPTERS_CONFIG, described)
 
 
-def load_adapters(model: Pi0 | Pi0FAST, folder: str | Path) -> None:
+def load_adapters(model: Model, folder: str | Path) -> None:
     """Fill all adapters of the model; its other weights stay.
 
     The model must have the adapters that were saved: experts, kinds of layers, rank and alpha.

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from piston.weights.configs import Heads
 from piston.weights.errors import CheckpointError, Shape
+from piston.weights.pytorch_names import SUFFIX
 from piston.weights.tensors import Entry
 
 _MANIFEST = "manifest.ocdbt"
@@ -169,15 +170,6 @@ _FINAL_NORM: Rows = {
     "final_norm{}/Dense_0/kernel": _one("norm.modulation.weight", _transpose),
     "final_norm{}/Dense_0/bias": _one("norm.modulation.bias"),
 }
-_SUFFIX = {
-    "state_proj": "state",
-    "action_in_proj": "action_in",
-    "action_out_proj": "action_out",
-    "action_time_mlp_in": "time_action_in",
-    "action_time_mlp_out": "time_action_out",
-    "time_mlp_in": "time_in",
-    "time_mlp_out": "time_out",
-}
 
 
 def _make_table() -> Rows:
@@ -193,7 +185,7 @@ def _make_table() -> Rows:
     for mark, expert in {"": "vlm", "_1": "action_expert"}.items():
         add("PaliGemma/llm/layers/", f"{expert}.layers.*.", _LAYER, mark)
         add("PaliGemma/llm/", f"{expert}.", _FINAL_NORM, mark)
-    for theirs, ours in _SUFFIX.items():
+    for theirs, ours in SUFFIX.items():
         table[f"{theirs}/kernel"] = _one(f"suffix.{ours}.weight", _transpose)
         table[f"{theirs}/bias"] = _one(f"suffix.{ours}.bias")
     return table

@@ -50,7 +50,8 @@ _ADAPTIVE = {
     "layers.*.post_attention_layernorm.dense": "layers.*.mlp_norm.modulation",
     "norm.dense": "norm.modulation",
 }
-_SUFFIX = {
+# The same modules as in the JAX tree.
+SUFFIX = {
     "state_proj": "state",
     "action_in_proj": "action_in",
     "action_out_proj": "action_out",
@@ -78,7 +79,7 @@ TABLE: dict[str, str] = {
     **{f"{_VLM_TREE}{theirs}": f"vlm.{ours}" for theirs, ours in _GEMMA.items()},
     **{f"{_EXPERT_TREE}{theirs}": f"action_expert.{ours}" for theirs, ours in _GEMMA.items()},
     **_with_leaves(_ADAPTIVE, _EXPERT_TREE, "action_expert."),
-    **_with_leaves(_SUFFIX, "", "suffix."),
+    **_with_leaves(SUFFIX, "", "suffix."),
 }
 
 _NO_VOCABULARY = "the action expert has no vocabulary, so this is never used"
