@@ -21,6 +21,8 @@ from piston.files import atomic_file
 _ARRAY_TYPE = "datasets.features.features.Array{}DExtensionType"
 _IMAGE_TYPE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
+ColumnType = tuple[pa.DataType, dict[str, Any], dict[str, str] | None]
+
 
 def write_table(table: pa.Table, path: Path) -> None:
     """Write one row group, completely or not at all."""
@@ -34,8 +36,9 @@ def data_table(columns: Mapping[str, Any], features: Features) -> pa.Table:
     Numeric columns are (n, *shape) arrays, image columns lists of encoded images.
     """
     stored = {key: entry for key, entry in features.items() if entry["dtype"] != "video"}
-    fields = [_data_field(key, entry) for key, entry in stored.items()]
-    described = {key: _hugging_face_type(entry) for key, entry in stored.items()}
+    types = {key: _column_type(entry) for key, entry in stored.items()}
+    fields = [pa.field(key, type_, metadata=extra) for key, (type_, _, extra) in types.items()]
+    described = {key: description for key, (_, description, _) in types.items()}
     metadata = {"huggingface": json.dumps({"info": {"features": described}})}
     arrays = [_data_array(columns[key], entry) for key, entry in stored.items()]
     return pa.Table.from_arrays(arrays, schema=pa.schema(fields, metadata=metadata))
@@ -46,39 +49,30 @@ def _value_type(dtype: str) -> pa.DataType:
     return names[dtype] if dtype in names else pa.from_numpy_dtype(np.dtype(dtype))
 
 
-def _data_field(key: str, entry: dict[str, Any]) -> pa.Field:
-    if entry["dtype"] == "image":
-        return pa.field(key, _IMAGE_TYPE)
-    shape = entry["shape"]
-    value_type = _value_type(entry["dtype"])
+def _column_type(entry: dict[str, Any]) -> ColumnType:
+    """Return the type in Arrow, its description for `datasets`, and metadata of the field."""
+    dtype, shape = entry["dtype"], entry["shape"]
+    if dtype == "image":
+        return _IMAGE_TYPE, {"_type": "Image"}, None
+    value, described = _value_type(dtype), {"dtype": dtype, "_type": "Value"}
     if shape == [1]:
-        return pa.field(key, value_type)
+        return value, described, None
     if len(shape) == 1:
-        return pa.field(key, pa.list_(value_type, shape[0]))
+        described = {"feature": described, "length": shape[0], "_type": "List"}
+        return pa.list_(value, shape[0]), described, None
     # `datasets` stores these as an extension type over plain lists.
     extension = {
         "ARROW:extension:name": _ARRAY_TYPE.format(len(shape)),
-        "ARROW:extension:metadata": json.dumps([shape, entry["dtype"]]),
+        "ARROW:extension:metadata": json.dumps([shape, dtype]),
     }
-    return pa.field(key, _nested(value_type, len(shape)), metadata=extension)
+    described = {"shape": shape, "dtype": dtype, "_type": f"Array{len(shape)}D"}
+    return _nested(value, len(shape)), described, extension
 
 
 def _nested(value_type: pa.DataType, depth: int) -> pa.DataType:
     for _ in range(depth):
         value_type = pa.list_(value_type)
     return value_type
-
-
-def _hugging_face_type(entry: dict[str, Any]) -> dict[str, Any]:
-    if entry["dtype"] == "image":
-        return {"_type": "Image"}
-    shape = entry["shape"]
-    value = {"dtype": entry["dtype"], "_type": "Value"}
-    if shape == [1]:
-        return value
-    if len(shape) == 1:
-        return {"feature": value, "length": shape[0], "_type": "List"}
-    return {"shape": shape, "dtype": entry["dtype"], "_type": f"Array{len(shape)}D"}
 
 
 def _data_array(values: Any, entry: dict[str, Any]) -> pa.Array:
