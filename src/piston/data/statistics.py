@@ -314,7 +314,7 @@ class _QuantileSearch:
                 between = (len(row) - len(ends)) * (which >= 2)
                 below[dim, which] = np.count_nonzero(ends < start) + between
                 inside = ends[(ends >= start) & (ends <= high[which])] - start
-                bins = (inside * (NUM_BINS / width if width else 0.0)).astype(np.int64)
+                bins = (inside / (width or 1.0) * NUM_BINS).astype(np.int64)
                 bins = np.minimum(bins, NUM_BINS - 1)
                 counts[dim, which] = np.bincount(bins, minlength=NUM_BINS)
                 sums[dim, which] = np.bincount(bins, inside, minlength=NUM_BINS)
