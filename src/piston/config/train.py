@@ -27,7 +27,7 @@ Sharding = Literal["none", "ddp", "fsdp"]
 
 @dataclasses.dataclass(frozen=True)
 class LRSchedule(abc.ABC):
-    """Learning rate as a function of the step, after a linear warm-up from peak/(warmup + 1)."""
+    """The learning rate of each step, with a linear warm-up from peak/(warmup + 1)."""
 
     # Steps of linear warm-up.
     warmup_steps: int = 1_000
@@ -49,7 +49,7 @@ class LRSchedule(abc.ABC):
 
     @abc.abstractmethod
     def after_warmup(self, steps: int) -> float:
-        """The learning rate this many steps after the end of the warm-up."""
+        """Return the learning rate this many steps after the end of the warm-up."""
 
 
 @register("cosine_decay")
@@ -81,7 +81,7 @@ class CosineDecaySchedule(LRSchedule):
 @register("rsqrt_decay")
 @dataclasses.dataclass(frozen=True)
 class RsqrtDecaySchedule(LRSchedule):
-    """Falls with the inverse square root of the step, without an end."""
+    """Decay with the inverse square root of the step, without an end."""
 
     # The learning rate reached after the warm-up.
     peak_lr: float = 5e-5
@@ -118,24 +118,19 @@ class AdamW:
             )
 
 
-_AT_LEAST_ONE = (
-    "batch_size",
-    "num_train_steps",
-    "log_interval",
-    "save_interval",
-    "keep_last",
-    "noise_draws",
-    "start_weight",
-    "gradient_accumulation",
-    "validation_interval",
-    "max_skipped_steps",
-)
+# The smallest value of a field.
+_LEAST = {
+    **dict.fromkeys(("batch_size", "num_train_steps", "noise_draws", "gradient_accumulation"), 1),
+    **dict.fromkeys(("log_interval", "save_interval", "validation_interval", "keep_last"), 1),
+    **dict.fromkeys(("keep_period", "start_weight", "max_skipped_steps"), 1),
+    **dict.fromkeys(("num_workers", "seed", "validation_episodes", "start_frames"), 0),
+}
 
 
 @register("train")
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """One run: what is trained, on what, how, and where it is kept."""
+    """A training run: the model, the data, how it is trained and where it is stored."""
 
     # The preset's name.
     name: tyro.conf.Suppress[str]
@@ -155,24 +150,24 @@ class TrainConfig:
     lr_schedule: LRSchedule = CosineDecaySchedule()
     # The optimizer's numbers.
     optimizer: AdamW = AdamW()
-    # Decay of the running mean of the weights, which is what gets served; None: no mean.
+    # Decay of the running mean of the weights, which is what is served; None: no mean.
     ema_decay: float | None = 0.99
-    # Random crops, turns and colours of the images (never for π0-FAST).
+    # Random crops, rotations and colours of the images (never for π0-FAST).
     augmentation: bool = True
     # Draws of noise and time that share one pass over images and prompt.
     noise_draws: int = 1
-    # The first frames of every episode, as many as this, count `start_weight` times: there the
-    # robot has not yet covered what it has to see. 0: none.
+    # This many frames at the start of every episode are drawn `start_weight` times as often: there
+    # the robot does not yet cover what it has to see. 0: none.
     start_frames: int = 0
-    # How many times as often they are drawn.
+    # How many times as often the first frames are drawn.
     start_weight: int = 1
-    # Parts into which each process cuts its share of a batch, to need less memory.
+    # Parts into which each process splits its share of a batch, to need less memory.
     gradient_accumulation: int = 1
     # Compute activations again in the backward pass instead of keeping them.
     gradient_checkpointing: bool = False
     # Compile the layers with torch.compile.
     compile: bool = False
-    # How several processes (torchrun) share the work: ddp copies the model, fsdp cuts it up.
+    # How several processes (torchrun) share the work: ddp copies the model, fsdp shards it.
     sharding: Sharding = "none"
     # Leave steps beyond the end of an episode out of the loss.
     mask_padded_steps: bool = False
@@ -192,81 +187,78 @@ class TrainConfig:
     batch_size: int = 32
     # Processes that read data, per training process; 0: the training process itself.
     num_workers: int = 2
-    # Steps in all.
+    # Steps in total.
     num_train_steps: int = 30_000
     # Steps between log lines.
     log_interval: int = 100
     # Steps between checkpoints.
     save_interval: int = 1_000
-    # Checkpoints at multiples of this are kept for good; None: none of them.
+    # Checkpoints at multiples of this are kept for good; None: none.
     keep_period: int | None = 5_000
-    # The newest checkpoints, as many as this, are kept besides.
+    # This many of the newest checkpoints are kept as well.
     keep_last: int = 1
-    # Delete a run of the same name and begin again.
+    # Delete a run of the same name and start again.
     overwrite: bool = False
-    # Go on with the run of the same name from its newest checkpoint.
+    # Continue the run of the same name from its newest checkpoint.
     resume: bool = False
     # Where metrics are sent besides metrics.jsonl.
     tracking: tuple[Tracker, ...] = ()
     # Sent to every client that connects, e.g. the pose to start from.
     policy_metadata: tyro.conf.Suppress[Mapping[str, Any] | None] = None
-    # Where the preset's own statistics are kept.
+    # Where the preset's own statistics are.
     assets_base_dir: str = "./assets"
-    # Where runs are kept.
+    # Where runs are stored.
     checkpoint_base_dir: str = "./checkpoints"
 
     def __post_init__(self) -> None:
-        if self.resume and self.overwrite:
-            raise ValueError(
-                "--resume goes on with a run, --overwrite deletes it: they contradict each other. "
-                "Give one of them (--no-overwrite if the preset sets it)."
-            )
-        experts = {
-            "vlm": self.model.vlm,
-            "action_expert": getattr(self.model, "action_expert", None),
-        }
-        adapted = [name for name, size in experts.items() if size is not None and size.lora]
-        if adapted and not any(not pattern.startswith("!") for pattern in self.freeze):
-            raise ValueError(
-                f"{' and '.join(adapted)} have LoRA adapters, but nothing is frozen: all weights "
-                "would train as well. Set --freeze "
-                + " ".join(f"'{name}.*'" for name in adapted)
-                + " '!*lora*', or choose a size without LoRA."
-            )
         for name in ("name", "exp_name"):
             _require_folder_name(name, getattr(self, name))
-        for name in _AT_LEAST_ONE:
-            _require_at_least(1, name, getattr(self, name))
-        for name in ("num_workers", "seed", "validation_episodes", "start_frames"):
-            _require_at_least(0, name, getattr(self, name))
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                flag = name.replace("_", "-")
+                raise ValueError(f"--{flag} must be at least {least}, is {value}.")
+        if self.ema_decay is not None and not 0.0 < self.ema_decay < 1.0:
+            raise ValueError(f"--ema-decay must lie between 0 and 1, is {self.ema_decay}.")
+        if self.resume and self.overwrite:
+            raise ValueError(
+                "--resume continues a run and --overwrite deletes it: they contradict each other. "
+                "Give one of them (--no-overwrite if the preset sets it)."
+            )
+        if self.may_be_new and self.weights is None:
+            raise ValueError("--may-be-new lists exceptions to --weights, which is not given.")
         if (self.start_frames > 0) != (self.start_weight > 1):
             raise ValueError(
                 f"--start-frames is {self.start_frames}, --start-weight {self.start_weight}: one "
                 "does nothing without the other. Set both, e.g. 48 and 3, or neither."
             )
+        self._check_adapters()
         self._check_flow_options()
-        if self.keep_period is not None:
-            _require_at_least(1, "keep_period", self.keep_period)
-        if self.ema_decay is not None and not 0.0 < self.ema_decay < 1.0:
-            raise ValueError(f"--ema-decay must lie between 0 and 1, is {self.ema_decay}.")
-        if self.may_be_new and self.weights is None:
-            raise ValueError("--may-be-new lists exceptions to --weights, which is not given.")
+
+    def _check_adapters(self) -> None:
+        """Raise ValueError if there are LoRA adapters but all other weights would train as well."""
+        experts = {name: getattr(self.model, name, None) for name in ("vlm", "action_expert")}
+        adapted = [name for name, size in experts.items() if size is not None and size.lora]
+        if adapted and all(pattern.startswith("!") for pattern in self.freeze):
+            patterns = " ".join(f"'{name}.*'" for name in adapted)
+            raise ValueError(
+                f"{' and '.join(adapted)} have LoRA adapters, but nothing is frozen: all weights "
+                f"would train as well. Set --freeze {patterns} '!*lora*', or choose a size without "
+                "LoRA."
+            )
 
     def _check_flow_options(self) -> None:
-        """Options of flow matching would do nothing for a model that writes tokens."""
-        given = [
-            flag
-            for flag, is_set in (
-                ("--noise-draws", self.noise_draws > 1),
-                ("--mask-padded-steps", self.mask_padded_steps),
-                ("--mask-padded-dims", self.mask_padded_dims),
-            )
-            if is_set
-        ]
+        """Raise ValueError if an option would have no effect on a model that writes tokens."""
+        options = {
+            "--noise-draws": self.noise_draws > 1,
+            "--mask-padded-steps": self.mask_padded_steps,
+            "--mask-padded-dims": self.mask_padded_dims,
+        }
+        given = ", ".join(flag for flag, is_set in options.items() if is_set)
         if given and self.model.action_tokenizer is not None:
             raise ValueError(
-                f"{', '.join(given)} would do nothing: {self.model.family} learns tokens, without "
-                "noise or padded actions."
+                f"{given} would do nothing: {self.model.family} learns tokens, without noise or "
+                "padded actions."
             )
 
     @property
@@ -284,15 +276,8 @@ class TrainConfig:
 
 
 def _require_folder_name(field: str, value: str) -> None:
-    """Runs are folders that may be deleted: a name must not lead anywhere else."""
-    if value is tyro.MISSING:
+    """Raise ValueError unless this is a plain name: a run's folder may be deleted."""
+    if value is tyro.MISSING or (value not in ("", ".", "..") and Path(value).name == value):
         return
-    if value in ("", ".", "..") or Path(value).name != value:
-        flag = field.replace("_", "-")
-        raise ValueError(f"--{flag} is {value!r}; it names a folder, so it must be one plain name.")
-
-
-def _require_at_least(least: int, name: str, value: int) -> None:
-    if value < least:
-        flag = name.replace("_", "-")
-        raise ValueError(f"--{flag} must be at least {least}, is {value}.")
+    flag = field.replace("_", "-")
+    raise ValueError(f"--{flag} is {value!r}; it names a folder, so it must be one plain name.")

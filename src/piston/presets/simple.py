@@ -1,11 +1,11 @@
-"""Presets of the LIBERO simulation benchmark."""
+"""Presets of the LIBERO simulation benchmark and of the UR5 arm."""
 
-from piston.config import CosineDecaySchedule, TrainConfig
+from piston.config import AssetsConfig, CosineDecaySchedule, TrainConfig
 from piston.models.configs import Pi0Config, Pi0FASTConfig
 from piston.models.variants import GEMMA
-from piston.robots.simple import LeRobotLiberoDataConfig
+from piston.robots.simple import LeRobotLiberoDataConfig, LeRobotUR5DataConfig
 
-# The first two use delta actions on top of the data set's own.
+# The π0 and π0-FAST presets subtract the state from the actions, which are relative already.
 _DELTA = LeRobotLiberoDataConfig(
     repo_id="physical-intelligence/libero", prompt_from_task=True, extra_delta_transform=True
 )
@@ -57,5 +57,15 @@ PRESETS = (
             warmup_steps=10_000, peak_lr=5e-5, decay_steps=1_000_000, decay_lr=5e-5
         ),
         ema_decay=0.999,
+    ),
+    TrainConfig(
+        name="pi0_ur5",
+        model=Pi0Config(),
+        data=LeRobotUR5DataConfig(
+            # The statistics that the base model was trained with on this arm.
+            assets=AssetsConfig("gs://openpi-assets/checkpoints/pi0_base/assets", "ur5e"),
+            prompt_from_task=True,
+        ),
+        weights=_BASE.format("pi0"),
     ),
 )

@@ -1,16 +1,16 @@
-"""Small models that learn a simulated task on two CPU cores in minutes.
+"""Presets of small models: `debug` on random samples, and `tiny` for simulated tasks.
 
-Built from the same model, transforms and loop as the full-size ones; only sizes differ, and a
-convolutional stem stands in for the vision tower, which would need pre-training.
+The tiny models learn a task on two CPU cores in minutes. They differ from the full-size ones in
+their sizes, and have a convolutional stem instead of the vision tower, which needs pre-training.
 """
 
 import dataclasses
 
 from piston.config import AdamW, CosineDecaySchedule, TrainConfig
-from piston.models.configs import Pi0Config
-from piston.models.variants import GemmaSize, VisionSize
+from piston.models.configs import Pi0Config, Pi0FASTConfig
+from piston.models.variants import GEMMA, VISION, GemmaSize, VisionSize
 from piston.robots.aloha import LeRobotAlohaDataConfig
-from piston.robots.simple import LeRobotMetaworldDataConfig
+from piston.robots.simple import FakeDataConfig, LeRobotMetaworldDataConfig
 
 _VLM = GemmaSize(width=128, depth=4, mlp_dim=512, num_heads=4, num_kv_heads=1, head_dim=16)
 _EXPERT = dataclasses.replace(_VLM, width=64, mlp_dim=256)
@@ -49,20 +49,19 @@ _ALOHA_SIM = TrainConfig(
     data=LeRobotAlohaDataConfig(
         repo_id="data/aloha_transfer_cube",
         prompt_from_task=True,
-        # The simulated robot's own conventions are as good as any for a model that starts from
-        # nothing.
+        # A model that is trained from scratch can use the simulated robot's own conventions.
         adapt_to_pi=False,
         use_delta_joint_actions=False,
         norm_floor=0.01,
-        # In demonstrations without errors the state alone tells what comes next, and a policy that
-        # believes it looks past the picture.
+        # In demonstrations without errors the state alone predicts what comes next, and a policy
+        # that relies on it ignores the image.
         state_noise=0.02,
         action_stride=8,
     ),
     augmentation=False,
     batch_size=16,
     noise_draws=8,
-    # Later on the gripper covers what it reaches for.
+    # Later the gripper covers what it reaches for.
     start_frames=48,
     start_weight=3,
     num_workers=0,
@@ -74,6 +73,21 @@ _ALOHA_SIM = TrainConfig(
     lr_schedule=_schedule(1_500),
     optimizer=AdamW(weight_decay=1e-4),
     ema_decay=0.99,
+)
+
+_DUMMY_PI0 = Pi0Config(vision=VISION["dummy"], vlm=GEMMA["dummy"], action_expert=GEMMA["dummy"])
+_DUMMY_FAST = Pi0FASTConfig(
+    action_dim=8, action_horizon=8, vision=VISION["dummy"], vlm=GEMMA["dummy"]
+)
+_DEBUG = TrainConfig(
+    name="debug",
+    exp_name="debug",
+    model=_DUMMY_PI0,
+    data=FakeDataConfig(),
+    batch_size=2,
+    num_train_steps=10,
+    save_interval=100,
+    overwrite=True,
 )
 
 PRESETS = (
@@ -99,4 +113,19 @@ PRESETS = (
         num_train_steps=2_600,
         lr_schedule=_schedule(2_600),
     ),
+    _DEBUG,
+    dataclasses.replace(
+        _DEBUG,
+        name="debug_restore",
+        weights="./checkpoints/debug/debug/9",
+        save_interval=1_000,
+    ),
+    dataclasses.replace(
+        _DEBUG,
+        name="debug_pi05",
+        exp_name="debug_pi05",
+        model=dataclasses.replace(_DUMMY_PI0, pi05=True),
+        save_interval=1_000,
+    ),
+    dataclasses.replace(_DEBUG, name="debug_fast", exp_name="debug_fast", model=_DUMMY_FAST),
 )
