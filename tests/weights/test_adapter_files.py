@@ -24,7 +24,7 @@ def trained(tiny, tiny_state):
     return model
 
 
-def test_adapters_travel_alone(tmp_path, trained):
+def test_adapters_are_saved_and_loaded_alone(tmp_path, trained):
     save_adapters(trained, tmp_path / "adapters")
     files = sorted(path.name for path in (tmp_path / "adapters").iterdir())
     assert files == ["adapters.json", "adapters.safetensors"]

@@ -65,7 +65,7 @@ def test_stored_dtypes_are_kept_and_asked_ones_are_given(tmp_path, tiny, tiny_st
         assert narrow[name].dtype == torch.float32  # as the models' precision policy has it
 
 
-def test_a_loaded_model_is_free_of_its_file(tmp_path, tiny, tiny_state):
+def test_a_loaded_model_does_not_depend_on_its_file(tmp_path, tiny, tiny_state):
     """Training on it, saving over it and removing its folder touch only one of the two."""
     state = tiny_state("pi0")
     save_model(state, tiny["pi0"], tmp_path / "model")

@@ -155,5 +155,5 @@ def test_arrays_of_another_layout_are_refused(path, shape):
         slices(path, shape)
 
 
-def test_an_unknown_path_means_nothing():
+def test_an_unknown_path_returns_none():
     assert slices("PaliGemma/llm/layers/attn/q_einsum_2/w", (1, 2, 3, 4)) is None

@@ -172,7 +172,7 @@ def test_joined_projections_of_models_with_a_key_head_per_head(reference, tmp_pa
         open_checkpoint(tmp_path / "joined")
 
 
-def test_unknown_names_are_told_where_sizes_cannot_be(reference, tmp_path):
+def test_unknown_names_are_listed_when_sizes_cannot_be_inferred(reference, tmp_path):
     arrays = arrays_of(reference / "models" / "pi0" / "params")
     renamed = {name.replace("q_einsum", "queries"): array for name, array in arrays.items()}
     write_arrays(tmp_path / "params", renamed)

@@ -83,7 +83,7 @@ def test_the_tied_embedding_is_one_tensor(tmp_path, tiny, tiny_state):
     assert torch.equal(loaded, theirs[OUTPUT_HEAD])
 
 
-def test_formats_are_told_apart_by_content_not_by_name(tmp_path, tiny, tiny_state):
+def test_the_content_decides_the_format_not_the_file_name(tmp_path, tiny, tiny_state):
     safetensors.torch.save_file(pytorch_state(tiny_state("pi0")), tmp_path / "piston.safetensors")
     found = open_checkpoint(tmp_path / "piston.safetensors", tiny["pi0"])
     assert found.format == "openpi-pytorch"

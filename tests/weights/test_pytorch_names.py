@@ -83,7 +83,7 @@ def test_the_older_module_tree_of_lerobot_is_known():
     assert not translation.unknown
 
 
-def test_unknown_names_are_kept_apart():
+def test_unknown_names_are_listed_separately():
     unknown = ["paligemma_with_expert.paligemma.model.language_model.layers.0.mlp.gate.weight", "x"]
     assert translate([*unknown, HEAD]).unknown == unknown
 
