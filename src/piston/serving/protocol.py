@@ -242,43 +242,42 @@ class Session:
         while True:
             await self._slots.acquire()
             try:
-                message = await self._connection.recv()
-                ticket, observation = await self._decode(message, time.perf_counter())
+                is_accepted = await self._handle(await self._connection.recv())
             except asyncio.CancelledError:
                 self._slots.release()
                 raise
-            if not self._accept(ticket, observation):
+            if not is_accepted:
                 # Without this, a flood of bad messages that have arrived would run in one go.
                 await asyncio.sleep(0)
 
-    async def _decode(
-        self, message: bytes | str, arrived: float
-    ) -> tuple[_Ticket, Observation | Exception]:
-        observation: Observation | Exception
+    async def _handle(self, message: bytes | str) -> bool:
+        """Hand a request to the policy; return False if it is refused, which is answered here."""
+        arrived = time.perf_counter()
         try:
             if len(message) < _LARGE_MESSAGE:
                 observation, request_id = decode_request(message, self._limits)
             else:
-                decode = functools.partial(decode_request, message, self._limits)
-                observation, request_id = await asyncio.to_thread(decode)
+                decoding = asyncio.to_thread(decode_request, message, self._limits)
+                observation, request_id = await decoding
         except BadRequest as error:
-            return _Ticket(error.request_id, arrived), error
-        return _Ticket(request_id, arrived), observation
-
-    def _accept(self, ticket: _Ticket, observation: Observation | Exception) -> bool:
-        """Hand a request to the policy; return False if it is refused, which is answered here."""
-        self._metrics.requests += 1
-        if ticket.request_id is None:
-            self._in_order.append(ticket)
+            ticket = self._open(error.request_id, arrived)
+            self._answer(ticket, self._encode_error(error, ticket))
+            return False
+        ticket = self._open(request_id, arrived)
+        finish = functools.partial(self._finish, ticket)
         try:
-            if isinstance(observation, Exception):
-                raise observation
-            finish = functools.partial(self._finish, ticket)
-            self._batcher.submit(Request(observation, self, finish, ticket.arrived))
-        except (BadRequest, Busy) as error:
+            self._batcher.submit(Request(observation, self, finish, arrived))
+        except Busy as error:
             self._answer(ticket, self._encode_error(error, ticket))
             return False
         return True
+
+    def _open(self, request_id: int | None, arrived: float) -> _Ticket:
+        self._metrics.requests += 1
+        ticket = _Ticket(request_id, arrived)
+        if request_id is None:
+            self._in_order.append(ticket)
+        return ticket
 
     def _finish(self, ticket: _Ticket, outcome: Outcome) -> None:
         self._metrics.batch_size.observe(outcome.batch_size)
