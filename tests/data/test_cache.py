@@ -1,4 +1,4 @@
-"""The frame cache: the same pixels as without it, built once, whoever asks and whatever breaks."""
+"""The frame cache has the same pixels as decoding, and is built once."""
 
 import multiprocessing
 import os
@@ -125,7 +125,7 @@ def test_what_was_built_before_a_failure_is_kept(tmp_path, monkeypatch):
     assert_same(dataset, again)
 
 
-def test_too_small_a_disk_is_said_before_anything_is_decoded(folder, tmp_path, monkeypatch):
+def test_too_small_a_disk_is_reported_before_anything_is_decoded(folder, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     forbid_decoding(monkeypatch)
@@ -165,7 +165,7 @@ def test_several_processes_build_it_once(tmp_path):
     assert all(right for _, right in found)
 
 
-def test_it_lies_under_piston_home(folder, tmp_path, monkeypatch):
+def test_it_is_under_piston_home(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("PISTON_HOME", str(tmp_path / "home"))
     _, cached = open_cached(folder.root, None)
     assert cached.caches[TOP].folder.is_relative_to(tmp_path / "home" / "frames" / "set")

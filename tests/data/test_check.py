@@ -1,4 +1,4 @@
-"""Everything that is wrong is told, with the episode and what will happen."""
+"""`check_dataset` reports everything that is wrong, with the episode and the consequence."""
 
 import numpy as np
 import pyarrow as pa
@@ -42,7 +42,7 @@ def test_the_reference_sets_have_no_problems(small_reference, name, capsys):
     assert "training can use it" in capsys.readouterr().out
 
 
-def test_the_phantom_camera_is_told_and_the_set_is_usable(reference, capsys):
+def test_the_phantom_camera_is_reported_and_the_set_is_usable(reference, capsys):
     path = reference / "datasets" / "gr00t_robot_sim_PickNPlace"
     assert main(["data", "check", str(path)]) == 0
     out = capsys.readouterr().out
@@ -50,21 +50,21 @@ def test_the_phantom_camera_is_told_and_the_set_is_usable(reference, capsys):
     assert "the camera is ignored" in out
 
 
-def test_black_frames_are_told_by_number(tmp_path):
+def test_black_frames_are_reported_by_number(tmp_path):
     folder = Folder(tmp_path / "set")
     pictures = [picture(k, black=k in (2, 3, 4, 8)) for k in range(9)]
     write_video(folder.video_path(1), pictures)
     _one(folder, "warning", f"episode 1, {TOP}", "4 of 9 frames are black: 2–4, 8")
 
 
-def test_a_codec_unlike_the_declared_one_is_read_and_told(tmp_path):
+def test_a_codec_unlike_the_declared_one_is_read_and_reported(tmp_path):
     folder = Folder(tmp_path / "set")
     write_video(folder.video_path(2), folder.pictures(2), codec="mpeg4")
     _one(folder, "note", "episode_000002.mp4", "the codec is mpeg4, declared is h264")
     open_dataset(folder.root)[30]
 
 
-def test_another_size_than_declared_is_told(tmp_path):
+def test_another_size_than_declared_is_reported(tmp_path):
     folder = Folder(tmp_path / "set")
     info = {"dtype": "video", "shape": [480, 640, 3], "names": None}
     features = open_dataset(folder.root).metadata.info["features"]
@@ -131,14 +131,14 @@ def test_a_set_without_a_readable_episode_is_not_usable(tmp_path):
         ({"action": pa.array([[1.0] * 3] * 8 + [None])}, "warning", "without a value"),
     ],
 )
-def test_rows_are_looked_through(tmp_path, changes, severity, what):
+def test_rows_are_checked(tmp_path, changes, severity, what):
     folder = Folder(tmp_path / "set")
     folder.rewrite(1, **changes)
     _one(folder, severity, what)
     assert len(_found(folder)) == 1
 
 
-def test_a_shape_unlike_the_declared_one_is_told(tmp_path):
+def test_a_shape_unlike_the_declared_one_is_reported(tmp_path):
     folder = Folder(tmp_path / "set")
     features = open_dataset(folder.root).metadata.info["features"]
     features["action"]["shape"] = [7]
@@ -146,13 +146,13 @@ def test_a_shape_unlike_the_declared_one_is_told(tmp_path):
     _one(folder, "warning", "action is float32[3], declared is [7]")
 
 
-def test_files_that_nothing_refers_to_are_told(tmp_path):
+def test_files_that_nothing_refers_to_are_reported(tmp_path):
     folder = Folder(tmp_path / "set")
     write_video(folder.video_path(0, "observation.images.side"), folder.pictures(0))
     _one(folder, "note", "observation.images.side", "1 files that no listed episode")
 
 
-def test_more_frames_than_rows_are_told(tmp_path):
+def test_more_frames_than_rows_are_reported(tmp_path):
     folder = Folder(tmp_path / "set")
     write_video(folder.video_path(1), folder.pictures(1) * 2)
     _one(folder, "note", "18 frames, the episodes have 9")
@@ -198,14 +198,14 @@ def test_progress_counts_up_to_the_whole(tmp_path):
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 
 
-def test_info_tells_what_a_set_holds(small_reference, capsys):
+def test_info_shows_what_a_set_contains(small_reference, capsys):
     assert main(["data", "info", str(small_reference / "datasets" / "lerobot_v30")]) == 0
     out = capsys.readouterr().out
     assert "3 episodes, 71 frames, 25 fps" in out
     assert "Open the drawer" in out
 
 
-def test_the_command_says_what_it_knows(capsys):
+def test_the_command_lists_its_subcommands(capsys):
     for words, code in ((["data"], 0), (["data", "chek", "x"], 2)):
         with pytest.raises(SystemExit) as stop:
             main(words)

@@ -1,4 +1,4 @@
-"""Items: exact against what LeRobot's own readers gave, and right or refused on untidy sets."""
+"""Items equal those of LeRobot's own readers; those of untidy data sets are right or refused."""
 
 import logging
 import multiprocessing
@@ -50,7 +50,7 @@ def test_verify_replays_them(small_reference, name, capsys):
     assert main(["verify", f"{folder}_expected_items.npz"]) == 0
 
 
-def test_verify_tells_a_wrong_frame(small_reference, tmp_path, capsys):
+def test_verify_reports_a_wrong_frame(small_reference, tmp_path, capsys):
     source = small_reference / "datasets" / "lerobot_v21"
     shutil.copytree(source, tmp_path / "lerobot_v21")
     shutil.copy(f"{source}_expected_items.npz", tmp_path)
@@ -425,7 +425,7 @@ def test_threads_share_a_set(tmp_path):
             np.testing.assert_array_equal(item[WRIST], picture(index))
 
 
-def test_closing_gives_the_files_back(tmp_path):
+def test_closing_closes_the_files(tmp_path):
     opened = Path("/proc/self/fd")
     if not opened.is_dir():
         pytest.skip("needs /proc to count open files")

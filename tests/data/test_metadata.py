@@ -1,4 +1,4 @@
-"""A folder's own words: all versions, and what is made of untidy ones."""
+"""Metadata of all versions of the format, and of untidy folders."""
 
 import json
 import os
@@ -18,7 +18,7 @@ def _whats(metadata):
 
 
 @pytest.mark.parametrize(("name", "frames"), [("lerobot_v21", 60), ("lerobot_v30", 71)])
-def test_sets_written_by_lerobot_are_read_without_a_complaint(small_reference, name, frames):
+def test_sets_written_by_lerobot_are_read_without_problems(small_reference, name, frames):
     metadata = Metadata.read(small_reference / "datasets" / name)
     assert metadata.version == f"v{name[-2]}.{name[-1]}"
     assert (metadata.fps, metadata.total_frames, len(metadata.episodes)) == (25, frames, 3)
@@ -30,7 +30,7 @@ def test_sets_written_by_lerobot_are_read_without_a_complaint(small_reference, n
     assert metadata.problems == ()
 
 
-def test_a_camera_that_is_declared_but_has_no_files_is_ignored_and_told(reference):
+def test_a_camera_that_is_declared_but_has_no_files_is_ignored_and_reported(reference):
     metadata = Metadata.read(reference / "datasets" / "gr00t_robot_sim_PickNPlace")
     assert (metadata.version, metadata.fps, metadata.total_frames) == ("v2.0", 20, 2096)
     assert metadata.cameras == ("observation.images.ego_view",)
@@ -111,7 +111,7 @@ def test_without_a_list_of_tasks_the_episodes_keep_theirs(tmp_path):
     assert [p.where for p in metadata.problems] == ["meta/tasks.jsonl"]
 
 
-def test_wrong_totals_are_told_and_not_believed(tmp_path):
+def test_wrong_totals_are_reported_and_not_used(tmp_path):
     folder = Folder(tmp_path / "set")
     folder.edit_info(total_frames=7)
     metadata = Metadata.read(folder.root)
@@ -138,7 +138,7 @@ def test_what_leaves_nothing_to_read_is_an_error(tmp_path, changes, message):
         Metadata.read(folder.root)
 
 
-def test_a_missing_version_is_told_from_the_layout(tmp_path):
+def test_a_missing_version_is_inferred_from_the_layout(tmp_path):
     folder = Folder(tmp_path / "set", "v3.0")
     folder.edit_info(codebase_version=None)
     assert Metadata.read(folder.root).version == "v3.0"

@@ -108,7 +108,7 @@ def test_a_robot_may_drop_the_padding_mask_but_not_lose_it(folder):
         both[11]
 
 
-def test_it_travels_to_workers(folder):
+def test_it_can_be_pickled(folder):
     data = open_data(data_config(folder.root))
     copy = pickle.loads(pickle.dumps(data))
     copy.preload()

@@ -143,7 +143,7 @@ def test_a_feature_without_dtype_is_named(tmp_path):
         open_dataset(folder.root)
 
 
-def test_a_position_of_another_mixture_is_told_of(caplog):
+def test_a_position_of_another_mixture_is_reported(caplog):
     orders = [Order(WeightedMixture([range(8), range(8)], w), 4) for w in ([3, 1], [1, 3])]
     assert orders[1].position_of(orders[0].state_dict(8)) == 8
     assert "mixture was" in caplog.text

@@ -139,7 +139,7 @@ def test_a_forked_process_opens_its_own(video):
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_readers_travel_without_what_is_open(video):
+def test_readers_are_pickled_without_open_files(video):
     readers = VideoReaders(capacity=5)
     readers.frames_at(video[0], [0.0])
     copy = pickle.loads(pickle.dumps(readers))
@@ -159,13 +159,13 @@ def test_a_cut_file_is_seen_in_its_header(video, tmp_path, keep):
         read_header(path)
 
 
-def test_another_format_says_nothing(tmp_path):
+def test_another_format_has_no_header(tmp_path):
     path = tmp_path / "video.mp4"
     path.write_bytes(b"RIFF and so on, long enough for a box")
     assert read_header(path) is None
 
 
-def test_the_gray_of_every_frame_is_told_in_order(tmp_path):
+def test_the_gray_of_every_frame_comes_in_order(tmp_path):
     folder = Folder(tmp_path / "set", lengths=(6,))
     reader = VideoReader(folder.video_path(0))
     gray = list(reader.brightness([number / FPS for number in range(6)]))

@@ -93,7 +93,7 @@ def inspect_files(
         headers = dict(zip(paths, pool.map(lambda path: _header(metadata.root / path), paths)))
     for episode, camera, span in spans:
         if what := _damage(headers[span.path], span.start, episode.length, metadata, tolerance_s):
-            problems.append(episode_problem(episode.index, f"{span.path} {what}", camera))
+            problems.append(episode_problem(episode.index, f"{span.path}: {what}", camera))
     return Findings(metadata, chosen, tuple(problems), stored, files, headers)
 
 
