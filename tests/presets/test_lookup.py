@@ -71,3 +71,32 @@ def test_a_module_of_ones_own_is_known_to_every_command(tmp_path):
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert result.returncode == 1
     assert "PISTON_PRESETS names 'not_there'" in result.stderr
+
+
+ROBOT = """
+import dataclasses
+from piston.robots import RobotDataConfig, RobotInputs
+from piston.serialization import register
+
+@register("my_robot")
+@dataclasses.dataclass(frozen=True)
+class MyDataConfig(RobotDataConfig):
+    robot = "MyRobot"
+    inputs = RobotInputs("MyRobot", {"front": "base_0_rgb"}, {"joints": 2}, 2)
+"""
+
+
+@pytest.mark.parametrize("tag", ["my_robot", "my_module:MyDataConfig"], ids=["0.2", "0.1.0"])
+def test_a_robot_of_ones_own_is_read_if_its_module_is_named(tmp_path, tag):
+    (tmp_path / "my_module.py").write_text(ROBOT)
+    data = {"type": "train", "name": "mine", "exp_name": "x", "data": {"type": tag}}
+    read = f"from piston import presets; print(presets.train_config_from_json({data}, 'a.json'))"
+    command = [sys.executable, "-c", read]
+    environment = {**os.environ, "PISTON_PRESETS": "my_module"}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert "data=MyDataConfig(" in result.stdout, result.stderr
+    # Not imported without being asked for, although Python would find it in the current folder.
+    del environment["PISTON_PRESETS"]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert f"a.json.data is of type '{tag}', which is not registered" in result.stderr
+    assert "name that module in PISTON_PRESETS" in result.stderr

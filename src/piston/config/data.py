@@ -73,7 +73,7 @@ class DataConfig:
     # What the model needs: prompt tokens, image size, padding.
     model_transforms: Group = Group()
     use_quantile_norm: bool = False
-    # A range (std, or half the distance of the quantiles) smaller than this counts as this.
+    # A smaller std (or half the distance of the quantiles) is replaced by this.
     norm_floor: float = 0.0
     # Keys read as sequences of `steps_read(horizon)` steps.
     action_sequence_keys: tuple[str, ...] = ("actions",)
@@ -230,7 +230,7 @@ class DataConfigFactory(abc.ABC):
     prompt_from_task: bool = False
     # The prompt of a sample that brings none.
     default_prompt: str | None = None
-    # A normalisation range smaller than this counts as this: for dimensions that hardly move.
+    # A smaller normalisation range is replaced by this, for dimensions that hardly move.
     norm_floor: float = 0.0
 
     @abc.abstractmethod

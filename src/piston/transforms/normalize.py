@@ -58,8 +58,8 @@ class NormStats:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, NormStats):
             return NotImplemented
-        pairs = zip(self.items(), other.items())
-        return all(_equal(mine, theirs) for (_, mine), (_, theirs) in pairs)
+        names = [field.name for field in dataclasses.fields(self)]
+        return all(np.array_equal(getattr(self, name), getattr(other, name)) for name in names)
 
     @property
     def dim(self) -> int:
@@ -81,12 +81,6 @@ def _statistic(value: Any, name: str) -> Float[np.ndarray, " d"]:
         raise ValueError(f"NormStats: {name} must be a list of finite numbers, found {value!r}.")
     array.flags.writeable = False
     return array
-
-
-def _equal(mine: np.ndarray | None, theirs: np.ndarray | None) -> bool:
-    if mine is None or theirs is None:
-        return mine is theirs
-    return np.array_equal(mine, theirs)
 
 
 @dataclasses.dataclass(frozen=True)
