@@ -102,6 +102,18 @@ def test_a_span_that_is_too_short_would_show_the_next_episode(tmp_path):
     assert "9 rows, but its video spans 7.0 frames" in problem.what
 
 
+@pytest.mark.parametrize("column", ["data/chunk_index", f"videos/{TOP}/to_timestamp"])
+def test_a_row_without_a_number_costs_its_own_episode(tmp_path, column):
+    folder = Folder(tmp_path / "set", "v3.0")
+    rows = [folder.episode_row(episode) for episode in range(3)]
+    for row in rows:  # as pandas writes a column with a missing value
+        row[column] = float("nan") if row is rows[1] else float(row[column])
+    folder.write_episodes(rows)
+    metadata = Metadata.read(folder.root)
+    left_out = {problem.episode for problem in metadata.problems if problem.leaves_out}
+    assert {episode.index for episode in metadata.episodes} - left_out == {0, 2}
+
+
 def test_without_a_list_of_tasks_the_episodes_keep_theirs(tmp_path):
     folder = Folder(tmp_path / "set")
     (folder.root / "meta/tasks.jsonl").unlink()

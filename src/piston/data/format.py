@@ -312,8 +312,7 @@ class _TableReader:
         """Return what the template of a path is filled in with; None for what the row lacks."""
         if self._version == "v3.0":
             names = ("chunk_index", "file_index")
-            values = {name: row.get(f"{prefix}{name}") for name in names}
-            return {name: None if v is None else int(v) for name, v in values.items()}
+            return {name: _whole_number(row.get(f"{prefix}{name}")) for name in names}
         chunk = row["episode_index"] // int(self._info.get("chunks_size") or 1000)
         return {"episode_chunk": chunk, "episode_index": row["episode_index"]}
 
@@ -330,7 +329,7 @@ class _TableReader:
         if path is None:
             return None
         frames = (stop - start) * self._fps
-        if frames <= row["length"] - 0.5:  # it would show frames of the next episode
+        if not frames > row["length"] - 0.5:  # it would show frames of the next episode
             what = f"{row['length']} rows, but its video spans {frames:.1f} frames"
             self.problems.append(episode_problem(row["episode_index"], what, camera))
             return None
@@ -355,6 +354,11 @@ class _TableReader:
 
     def _warn(self, where: str, what: str, consequence: str) -> None:
         self.problems.append(Problem("warning", where, what, consequence))
+
+
+def _whole_number(value: Any) -> int | None:
+    """Tables written by pandas may hold whole numbers as floating-point ones, and NaN for none."""
+    return int(value) if isinstance(value, int | float) and value % 1 == 0 else None
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[int, Row]]:
