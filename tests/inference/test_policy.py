@@ -1,6 +1,7 @@
 """A policy: robot's keys in, robot's actions out; one by one, in batches, and from its folder."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -173,6 +174,28 @@ def test_missing_statistics_are_an_error(checkpoint, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError, match="Run: piston stats pi0_aloha_sim"):
         piston.load_policy(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda _: [], r"config\.json holds a list; expected a JSON object"),
+        (lambda c: {**c, "train": 3}, r"config\.json: train is 3; expected TrainConfig"),
+        (
+            lambda c: {**c, "train": {**c["train"], "seed": "x"}},
+            "seed is 'x'; expected int",
+        ),
+        (lambda c: {**c, "train": {**c["train"], "colour": 1}}, "does not know: colour"),
+        (lambda c: {**c, "train": {"type": "os:system"}}, "'os:system', which is not registered"),
+    ],
+    ids=["list", "section", "value", "field", "type"],
+)
+def test_a_malformed_configuration_is_named(checkpoint, change, message):
+    path = checkpoint / "config.json"
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    with pytest.raises(ValueError, match=message) as error:
+        piston.load_policy(checkpoint)
+    assert str(path) in str(error.value)
 
 
 def test_a_model_without_a_robot_asks_for_a_preset(tmp_path, aloha):
