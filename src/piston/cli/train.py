@@ -14,7 +14,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -82,41 +82,31 @@ def parse(args: Sequence[str]) -> TrainConfig:
 
     With --resume a preset that overwrites earlier runs does not; --overwrite beside it is an error.
     """
-    choices = _choose(args)
-    if "--resume" in args:
-        choices = [dataclasses.replace(preset, overwrite=False) for preset in choices]
-    described = "Train a preset's model on a data set, from the start or with --resume."
+    resume = "--resume" in args
     return _parse(
-        "piston train", described, {preset.name: (preset, preset) for preset in choices}, args
+        "piston train",
+        "Train a preset's model on a data set, from the start or with --resume.",
+        args,
+        lambda preset: dataclasses.replace(preset, overwrite=preset.overwrite and not resume),
     )
 
 
-def _choose(args: Sequence[str]) -> list[TrainConfig]:
-    """Return the preset that is named first; all of them if none is, for the help.
-
-    tyro gets only that one: it looks through all it has for an explanation of an error, which takes
-    seconds, and does not suggest the nearest name.
-    """
-    name = next(iter(args), "-")
-    return [presets.get(each) for each in (presets.names() if name.startswith("-") else [name])]
-
-
 def _parse(
-    prog: str,
-    description: str,
-    choices: Mapping[str, tuple[TrainConfig, Any]],
-    args: Sequence[str],
+    prog: str, description: str, args: Sequence[str], make: Callable[[TrainConfig], Any]
 ) -> Any:
-    """Parse the name of a choice and overrides of the fields of its value."""
-    described = {
-        name: (
-            f"{preset.model.family} on {preset.data.robot}, for {presets.purpose(preset)}",
-            value,
-        )
-        for name, (preset, value) in choices.items()
-    }
+    """Parse the name of a preset and overrides of the fields of `make(preset)`.
+
+    tyro gets only the preset that is named, or all of them for the help: it would look through all
+    for an explanation of an error, which takes seconds, and not suggest the nearest name.
+    """
+    first = next(iter(args), "-")
+    choices = {}
+    for name in presets.names() if first.startswith("-") else [first]:
+        preset = presets.get(name)
+        about = f"{preset.model.family} on {preset.data.robot}, for {presets.purpose(preset)}"
+        choices[name] = (about, make(preset))
     return tyro.extras.overridable_config_cli(
-        described, prog=prog, description=description, args=list(args), registry=_registry
+        choices, prog=prog, description=description, args=list(args), registry=_registry
     )
 
 
@@ -173,15 +163,13 @@ class StatsArguments:
 
 
 def run_stats(args: list[str]) -> None:
-    choices = {}
-    for preset in _choose(args):
+    def make(preset: TrainConfig) -> StatsArguments:
         # A run's name, which statistics do not need.
         name = "stats" if preset.exp_name is tyro.MISSING else preset.exp_name
-        config = dataclasses.replace(preset, exp_name=name)
-        choices[preset.name] = (preset, StatsArguments(config))
-    arguments: StatsArguments = _parse(
-        "piston stats", inspect.getdoc(StatsArguments) or "", choices, args
-    )
+        return StatsArguments(dataclasses.replace(preset, exp_name=name))
+
+    description = inspect.getdoc(StatsArguments) or ""
+    arguments: StatsArguments = _parse("piston stats", description, args, make)
     if arguments.max_frames is not None and arguments.max_frames < 1:
         raise ValueError(f"--max-frames is {arguments.max_frames}; expected at least 1.")
     _stats(arguments.config, arguments.max_frames)
