@@ -1,6 +1,4 @@
-"""What flows through everything: the observation a model sees and the actions it gives.
-
-Knows the names and shapes of the parts; knows nothing of robots, networks or files.
+"""The types that flow through everything: the observation a model gets, the actions it returns.
 
 Dims: b batch, h image height, w image width, c colour channels, s state dim, l prompt length.
 """
@@ -23,10 +21,11 @@ Image = UInt8[Tensor, "b h w c"] | Float[Tensor, "b h w c"]
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
-    """One batch of what the robot saw, felt and was told.
+    """One batch of images, states and prompts.
 
     Images stay uint8 until they are on the device; a float image is already in [−1, 1].
     A camera whose mask is False is absent for that sample. The token masks exist for π0-FAST only.
+    Masks may stay on the CPU: models turn them into indices there, without waiting for the device.
     """
 
     images: dict[str, Image]
@@ -60,7 +59,7 @@ class Observation:
 
     @classmethod
     def from_dict(cls, batch: Mapping[str, Any]) -> Observation:
-        """From a collated batch as the model transforms give it: NumPy arrays or tensors."""
+        """Create it from a batch as the model transforms give it: NumPy arrays or tensors."""
         for key in ("image", "image_mask", "state"):
             if key not in batch:
                 raise KeyError(f"Batch has no {key!r}; it has {sorted(batch)}.")
@@ -74,14 +73,15 @@ class Observation:
             token_loss_mask=_optional(batch, "token_loss_mask", torch.bool),
         )
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Observation:
-        def move(value: Any) -> Any:
-            if isinstance(value, dict):
-                return {name: move(part) for name, part in value.items()}
-            return value if value is None else value.to(device, non_blocking=non_blocking)
-
-        fields = dataclasses.fields(self)
-        return Observation(**{field.name: move(getattr(self, field.name)) for field in fields})
+    def to(self, device: torch.device | str) -> Observation:
+        """Return it with images, state and prompt on the device; masks stay where they are."""
+        prompt = self.tokenized_prompt
+        return dataclasses.replace(
+            self,
+            images={name: send(image, device) for name, image in self.images.items()},
+            state=send(self.state, device),
+            tokenized_prompt=None if prompt is None else send(prompt, device),
+        )
 
     def _named_tensors(self) -> list[tuple[str, Tensor]]:
         parts: list[tuple[str, Tensor | None]] = [
@@ -93,6 +93,13 @@ class Observation:
             ("token_loss_mask", self.token_loss_mask),
         ]
         return [(name, value) for name, value in parts if value is not None]
+
+
+def send(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Copy a tensor to a device without waiting for it: from pinned memory if it is a GPU."""
+    if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def _tensor(value: Any) -> Tensor:

@@ -146,9 +146,9 @@ def note_batches(monkeypatch: Any) -> list[tuple[int, list[int]]]:
     seen: list[tuple[int, list[int]]] = []
     original = loop.Trainer.step
 
-    def step(self: Any, batch: Any, number: int) -> Any:
+    def step(self: Any, batch: Any, number: int, *more: Any) -> Any:
         seen.append((number, batch["index"].tolist()))
-        return original(self, batch, number)
+        return original(self, batch, number, *more)
 
     monkeypatch.setattr(loop.Trainer, "step", step)
     return seen

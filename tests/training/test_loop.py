@@ -14,9 +14,18 @@ from piston import weights
 from piston.data.pipeline import FakeDataset
 from piston.training import loop
 from piston.training.checkpoint import saved_steps
+from piston.training.distributed import Processes
 from piston.training.loop import TrainingStopped, train_loop
 
-from .running import assert_same_run, losses, metrics, note_batches, state, tiny
+from .running import (
+    assert_same_run,
+    assert_same_tensors,
+    losses,
+    metrics,
+    note_batches,
+    state,
+    tiny,
+)
 from .tiny_presets import FAST, PI0, PI05
 
 
@@ -248,6 +257,43 @@ def test_too_many_skipped_steps_end_the_run_with_advice(tmp_path, monkeypatch):
         train_loop(tiny(tmp_path, num_train_steps=20, max_skipped_steps=4, resume=True))
     assert stopped.value.exit_code == 1
     assert saved_steps(tmp_path / "tiny" / "run") == [3, 6]
+
+
+def test_too_many_skipped_steps_end_the_run_between_two_logs(tmp_path, monkeypatch):
+    seen = note_batches(monkeypatch)
+    _spoil(monkeypatch, range(1024))
+    with pytest.raises(TrainingStopped, match="3 steps in a row"):
+        train_loop(tiny(tmp_path, num_train_steps=40, max_skipped_steps=3, log_interval=30))
+    assert len(seen) <= 4
+
+
+def test_results_that_are_read_late_are_the_same(tmp_path, monkeypatch):
+    seen = note_batches(monkeypatch)
+    train_loop(tiny(tmp_path, exp_name="good", num_train_steps=7))
+    _spoil(monkeypatch, {seen[2][1][1]})
+    train_loop(tiny(tmp_path, exp_name="often", num_train_steps=7))
+    train_loop(tiny(tmp_path, exp_name="late", num_train_steps=7, log_interval=6, save_interval=50))
+    often, late = (metrics(tmp_path / "tiny" / name) for name in ("often", "late"))
+    assert [line["step"] for line in late] == [0, 6]
+    mean = np.mean([line["loss"] for line in often[1:] if "loss" in line])
+    assert late[1]["loss"] == pytest.approx(mean, rel=1e-12)
+    assert late[1]["skipped_steps"] == often[-1]["skipped_steps"] == 1
+    one, other = (state(tmp_path / "tiny" / name / "6") for name in ("often", "late"))
+    assert_same_tensors(one, other)
+
+
+def test_processes_exchange_one_message_per_step(tmp_path, monkeypatch):
+    calls = []
+    original = Processes.sum
+
+    def counted(self, *values):
+        calls.append(values)
+        return original(self, *values)
+
+    monkeypatch.setattr(Processes, "sum", counted)
+    train_loop(tiny(tmp_path, num_train_steps=9, log_interval=100, save_interval=100))
+    # One per step, and one each time that results are read: for the first and the last log.
+    assert len(calls) == 9 + 2
 
 
 def test_masks_need_to_know_the_robot(tmp_path):

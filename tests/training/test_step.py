@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import sys
 
 import pytest
 import torch
@@ -29,6 +30,11 @@ def make_trainer(robot_action_dim=None, **changes):
 def make_batch(model=PI0, size=4, start=0):
     data = FakeDataset(model)
     return stack_samples([data[start + i] for i in range(size)])
+
+
+def train(trainer, batch, number):
+    """One step, and what it measured."""
+    return trainer.read([trainer.step(batch, number)])[0]
 
 
 def gradients(trainer):
@@ -68,18 +74,18 @@ def test_a_step_depends_on_seed_and_number_alone():
     batch = make_batch()
     one, other = make_trainer(), make_trainer()
     torch.manual_seed(1)
-    first = one.step(batch, 3)
+    first = train(one, batch, 3)
     torch.manual_seed(2)
-    assert other.step(batch, 3) == first
-    assert make_trainer().step(batch, 4).loss != first.loss
-    assert make_trainer(seed=7).step(batch, 3).loss != first.loss
+    assert train(other, batch, 3) == first
+    assert train(make_trainer(), batch, 4).loss != first.loss
+    assert train(make_trainer(seed=7), batch, 3).loss != first.loss
 
 
 @pytest.mark.parametrize("model", [PI0, PI05, FAST], ids=["pi0", "pi05", "fast"])
 def test_parts_add_up_to_the_whole_batch(model):
     whole, parts = make_trainer(model=model), make_trainer(model=model, gradient_accumulation=4)
     batch = make_batch(model)
-    one, other = whole.step(batch, 0), parts.step(batch, 0)
+    one, other = train(whole, batch, 0), train(parts, batch, 0)
     assert one.loss == pytest.approx(other.loss, rel=1e-5)
     assert one.gradient_norm == pytest.approx(other.gradient_norm, rel=1e-4)
     expected = gradients(whole)
@@ -92,8 +98,8 @@ def test_parts_with_unequal_masks_add_up_to_the_whole_batch():
     batch["action_is_pad"][0, 1:] = True
     batch["action_is_pad"][3, 3:] = True
     changes = {"mask_padded_steps": True}
-    whole = make_trainer(**changes).step(batch, 0)
-    parts = make_trainer(**changes, gradient_accumulation=4).step(batch, 0)
+    whole = train(make_trainer(**changes), batch, 0)
+    parts = train(make_trainer(**changes, gradient_accumulation=4), batch, 0)
     assert whole.loss == pytest.approx(parts.loss, rel=1e-5)
     assert whole.gradient_norm == pytest.approx(parts.gradient_norm, rel=1e-4)
 
@@ -102,7 +108,7 @@ def test_parts_with_unequal_masks_add_up_to_the_whole_batch():
 def test_gradient_checkpointing_changes_nothing(model):
     plain, saving = (make_trainer(model=model, gradient_checkpointing=x) for x in (False, True))
     batch = make_batch(model)
-    assert plain.step(batch, 0).loss == pytest.approx(saving.step(batch, 0).loss, rel=1e-6)
+    assert train(plain, batch, 0).loss == pytest.approx(train(saving, batch, 0).loss, rel=1e-6)
     expected = gradients(plain)
     for name, gradient in gradients(saving).items():
         assert_close(gradient, expected[name], atol=1e-6, rtol=1e-5)
@@ -120,7 +126,7 @@ def test_draws_share_a_prefix_and_average():
         )["velocity"]
         for i in range(3)
     ]
-    assert trainer.step(batch, 0).loss == pytest.approx(
+    assert train(trainer, batch, 0).loss == pytest.approx(
         torch.stack(expected).mean().item(), rel=1e-5
     )
 
@@ -152,7 +158,7 @@ def test_what_is_masked_has_no_part_in_loss_or_gradients(kind, monkeypatch):
         if change:
             draws, given = _with_other_targets(draws, batch, masked[:, None])
         monkeypatch.setattr(trainer, "_draw", lambda *_, draws=draws: draws)
-        results.append((trainer.step(given, 0), gradients(trainer)))
+        results.append((train(trainer, given, 0), gradients(trainer)))
     (one, expected), (other, found) = results
     assert one.loss == pytest.approx(other.loss, rel=1e-5)
     for name, gradient in found.items():
@@ -173,7 +179,7 @@ def test_masked_loss_is_the_mean_over_what_is_left():
         )
         errors = losses["velocity"]
     kept = errors[~batch["action_is_pad"]][:, :6]
-    assert trainer.step(batch, 0).loss == pytest.approx(kept.mean().item(), rel=1e-5)
+    assert train(trainer, batch, 0).loss == pytest.approx(kept.mean().item(), rel=1e-5)
 
 
 def test_a_loss_that_is_not_finite_moves_nothing():
@@ -183,13 +189,13 @@ def test_a_loss_that_is_not_finite_moves_nothing():
     steps = [int(s["step"]) for s in trainer.optimizer.state.values()]
     batch = make_batch()
     batch["actions"][2, 1, 3] = torch.inf
-    result = trainer.step(batch, 1)
+    result = train(trainer, batch, 1)
     assert result.skipped
     assert result.bad_samples == (2,)
     for ours, theirs in zip(before, (trainer.model.state_dict(), trainer.ema.mean)):
         assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
     assert [int(s["step"]) for s in trainer.optimizer.state.values()] == steps
-    assert not trainer.step(make_batch(), 2).skipped
+    assert not train(trainer, make_batch(), 2).skipped
 
 
 def test_only_adapters_move():
@@ -248,3 +254,19 @@ def test_the_mean_follows_the_weights():
         inside = copy.deepcopy(trainer.model.state_dict())
     assert_close({n: inside[n] for n in expected}, expected, atol=1e-6, rtol=1e-5)
     assert all(torch.equal(v, own[n]) for n, v in trainer.model.state_dict().items())
+
+
+@pytest.mark.parametrize("model", [PI0, PI05, FAST], ids=["pi0", "pi05", "fast"])
+def test_a_step_reads_nothing_back_from_the_device(model, monkeypatch):
+    """The meta device holds no numbers: whatever needs one of them on the host fails there."""
+    optimizers = sys.modules["torch.optim.optimizer"]  # torch.optim hides it
+    monkeypatch.setattr(optimizers, "_get_fused_kernels_supported_devices", lambda: ["meta"])
+    config = dataclasses.replace(TINY, model=model, gradient_accumulation=2)
+    if model is not FAST:
+        config = dataclasses.replace(config, noise_draws=2, mask_padded_steps=True)
+    meta = torch.device("meta")
+    trainer = Trainer(config, weights.build_on_meta(model), Processes(0, 1, meta))
+    outputs = [trainer.step(make_batch(model), number) for number in range(2)]
+    assert all(one.gradient_norm.is_meta and one.loss.is_meta for one in outputs)
+    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+        trainer.read(outputs)

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from piston.models.siglip import to_unit_range
-from piston.observation import Image, Observation
+from piston.observation import Image, Observation, send
 
 _CROP = 0.95
 _MAX_ANGLE = math.radians(5)
@@ -42,11 +42,10 @@ def augment(observation: Observation, views: Views) -> Observation:
     # By name, so that the order in which a batch names its cameras does not matter.
     for place, camera in enumerate(sorted(observation.images)):
         image, present = observation.images[camera], observation.image_masks[camera]
-        numbers = views[:, place].to(image.device)[present]
-        changed = _augment_camera(image[present], numbers, moves="wrist" not in camera)
-        images[camera] = changed.new_zeros(image.shape).masked_scatter(
-            present[:, None, None, None], changed
-        )
+        index = send(present.nonzero()[:, 0], image.device)
+        numbers = views[:, place].to(image.device)[index]
+        changed = _augment_camera(image[index], numbers, moves="wrist" not in camera)
+        images[camera] = changed.new_zeros(image.shape).index_copy(0, index, changed)
     return dataclasses.replace(observation, images=images)
 
 
@@ -85,5 +84,6 @@ def _jitter_colour(pixels: Pixels, numbers: Float[Tensor, "b 3"]) -> Pixels:
     pixels = pixels * (1 + _BRIGHTNESS * brightness)
     mean = pixels.mean(dim=(1, 2, 3), keepdim=True)
     pixels = torch.lerp(mean, pixels, 1 + _CONTRAST * contrast)
-    grey = (pixels @ pixels.new_tensor(_LUMA))[..., None]
+    luma = torch.stack([pixels.new_full((), share) for share in _LUMA])
+    grey = (pixels @ luma)[..., None]
     return torch.lerp(grey, pixels, 1 + _SATURATION * saturation).clamp(0, 1)

@@ -23,7 +23,7 @@ from piston.models.integrator import Guidance
 from piston.models.model import Model, TokenGroup
 from piston.models.precision import linear_in_float32
 from piston.models.prefix import Packing
-from piston.observation import Actions, Observation
+from piston.observation import Actions, Observation, send
 
 _PADDING_ID = 0
 _END_ID = 1
@@ -57,13 +57,14 @@ class Pi0FAST(Model):
         mask = _prompt_mask(packing, observation.token_ar_mask)
         output, _ = self.vlm(*self.vlm_inputs(prefix, 0, packing.source, mask))
 
-        row, word = loss_mask[:, 1:].nonzero(as_tuple=True)
+        row, word = (send(index, words.device) for index in loss_mask[:, 1:].nonzero().T)
         num_images = packing.valid.shape[1] - words.shape[1]
         before = masks.positions(packing.valid)[row, num_images + word]
         logits = self.logits(output[row, before])
         losses = nn.functional.cross_entropy(logits, words[row, word + 1].long(), reduction="none")
         total = losses.new_zeros(len(words)).index_add(0, row, losses)
-        return {"tokens": total / loss_mask[:, 1:].sum(1).clamp(min=1)}
+        counts = send(loss_mask[:, 1:].sum(1).clamp(min=1), words.device)
+        return {"tokens": total / counts}
 
     @torch.no_grad()
     def act(
@@ -137,7 +138,7 @@ def _prompt_mask(packing: Packing, starts_block: Int[Tensor, "b l"] | None) -> M
     if starts_block is None or not bool(starts_block.any()):
         return None
     num_images = packing.valid.shape[1] - starts_block.shape[1]
-    padded = nn.functional.pad(starts_block, (num_images, 0))
+    padded = send(nn.functional.pad(starts_block, (num_images, 0)), packing.valid.device)
     valid = packing.pack(packing.valid)
     # Padding attends to everything, so that its unused output is finite.
     return masks.block_mask(valid, packing.pack(padded)) | ~valid[:, :, None]

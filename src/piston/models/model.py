@@ -22,7 +22,7 @@ from piston.models.integrator import Guidance
 from piston.models.precision import torch_dtype
 from piston.models.prefix import Packing, Prefix, index_of_valid, present_images, prompt_of
 from piston.models.siglip import VisionTower
-from piston.observation import Actions, Observation
+from piston.observation import Actions, Observation, send
 
 
 class TokenGroup(NamedTuple):
@@ -126,11 +126,13 @@ class Model(nn.Module, abc.ABC):
         valid = torch.cat((image_mask, prompt_mask), dim=1)
         packing = Packing.of(valid)
 
-        tokens = [self.vlm.embed(prompt[prompt_mask], self.compute_dtype)]
+        # Indices are computed where the masks are, so that nothing waits for the device.
+        words = send(prompt_mask.flatten().nonzero()[:, 0], prompt.device)
+        tokens = [self.vlm.embed(prompt.flatten()[words], self.compute_dtype)]
         if len(images):
             tokens.insert(0, self.vision(images, self.compute_dtype).flatten(0, 1))
-        index = index_of_valid(valid, image_mask.shape[1])
-        return Prefix(torch.cat(tokens)[packing.pack(index)], packing)
+        index = send(packing.pack(index_of_valid(valid, image_mask.shape[1])), prompt.device)
+        return Prefix(torch.cat(tokens)[index], packing.to(prompt.device))
 
     def vlm_inputs(
         self,

@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from piston.models.siglip import to_unit_range
-from piston.observation import Image, Observation
+from piston.observation import Image, Observation, send
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +45,10 @@ class Packing:
         order = valid.byte().argsort(dim=1, descending=True, stable=True)
         source = order[:, :longest]
         return cls(valid, source, None if shortest == longest else lengths)
+
+    def to(self, device: torch.device) -> Packing:
+        lengths = None if self.lengths is None else send(self.lengths, device)
+        return Packing(send(self.valid, device), send(self.source, device), lengths)
 
     @property
     def size(self) -> int:
@@ -90,7 +94,8 @@ def present_images(
     images = [observation.images[camera] for camera in cameras]
     if len({image.dtype for image in images}) > 1:
         images = [to_unit_range(image) for image in images]  # the ranges of bytes and floats differ
-    return present, torch.stack(images, dim=1)[present]
+    index = send(present.flatten().nonzero()[:, 0], observation.device)
+    return present, torch.stack(images, dim=1).flatten(0, 1)[index]
 
 
 def prompt_of(

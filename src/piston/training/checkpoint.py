@@ -196,7 +196,7 @@ class CheckpointWriter:
         self.wait()
         for _ in range(_ATTEMPTS):
             may_help = self._last is not None and isinstance(self._error, OSError)
-            if not self._processes.agree(may_help):
+            if not self._processes.any(may_help):
                 break
             if self._processes.is_first:
                 logger.error(

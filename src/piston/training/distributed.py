@@ -46,17 +46,17 @@ class Processes:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def sum(self, value: float) -> float:
-        """The sum over all processes."""
+    def sum(self, *values: float) -> list[float]:
+        """Return the sum of each value over all processes. It does not wait for a GPU."""
         if self.world_size == 1:
-            return value
-        total = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.all_reduce(total)
-        return total.item()
+            return list(values)
+        totals = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(totals)
+        return totals.tolist()
 
-    def agree(self, flag: bool) -> bool:
-        """Whether it is so on any process: all take the same decision."""
-        return self.sum(float(flag)) > 0
+    def any(self, flag: bool) -> bool:
+        """Return whether the flag is set on any process, so that all take the same decision."""
+        return self.sum(float(flag))[0] > 0
 
     def from_first(self, find: Callable[[], T]) -> T:
         """What the first process finds, on all of them."""
@@ -82,7 +82,7 @@ def join_processes(config: TrainConfig) -> Iterator[Processes]:
     if world_size == 1:
         yield Processes(0, 1, device)
         return
-    dist.init_process_group("nccl" if has_gpu else "gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpu else "gloo")
     processes = Processes(
         rank, world_size, device, dist.new_group(backend="gloo", timeout=_PATIENCE)
     )
@@ -145,10 +145,10 @@ def _shard_layers(model: Model) -> None:
     fully_shard(model)
 
 
-def let_go(model: nn.Module) -> None:
-    """Give up what FSDP has put together, which would not follow changes of its parts.
+def reshard(model: nn.Module) -> None:
+    """Free the parameters that FSDP has gathered, which would not follow changes of their shards.
 
-    It does so by itself after a backward pass, and never after a forward pass alone.
+    FSDP does so by itself after a backward pass, but not after a forward pass alone.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -157,7 +157,7 @@ def let_go(model: nn.Module) -> None:
 
 @contextmanager
 def gradients_exchanged(forward: Losses, now: bool) -> Iterator[None]:
-    """Inside, with `now` False, a backward pass leaves the exchange to a later one."""
+    """Within this context, with `now` False, a backward pass leaves the exchange to a later one."""
     if now or not isinstance(forward, DistributedDataParallel):
         yield
     else:

@@ -10,10 +10,9 @@ import functools
 import logging
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -47,7 +46,7 @@ from piston.training.run import (
     open_run,
     read_statistics,
 )
-from piston.training.step import StepResult, Trainer
+from piston.training.step import StepOutput, StepResult, Trainer
 from piston.training.trackers import (
     Metrics,
     Trackers,
@@ -116,41 +115,47 @@ def train_loop(config: TrainConfig) -> Path:
         signals = stack.enter_context(StopSignals("finishing the step, then saving."))
 
         last_step = config.num_train_steps - 1
+        results = _Results(config, trainer, meter, several_sets=bool(pipeline.more_sets))
         meter.start_clock()
         for step in range(run.first_step, config.num_train_steps):
             before, begun = loader.state_dict(), time.perf_counter()
             batch, failure = _read(loader)
             waited = time.perf_counter() - begun
-            if processes.agree(failure is not None):
+            # All that processes have to agree about in a step, in one small sum.
+            failed, stopping, weight = processes.sum(
+                failure is not None,
+                signals.received is not None and step > run.first_step,
+                trainer.weight(batch) if failure is None else 0.0,
+            )
+            if failed or stopping:
+                results.read()
                 progress = {"loader": before, "meter": meter.state_dict()}
                 if step > run.first_step and not _is_due(step - 1, config.save_interval):
                     writer.save(trainer, step - 1, progress, last=True)
                 writer.finish()
-                raise _without_data(failure, step, pipeline)
+                if failed:
+                    raise _without_data(failure, step, pipeline)
+                raise _stopped(signals.received, step - 1)
             if step == 0 and processes.is_first:
                 save_first_batch(batch, run.folder / "first_batch.png")
 
-            result = trainer.step(batch, step)
-            meter.add(result, waited)
+            results.add(step, trainer.step(batch, step, weight), batch)
+            meter.count_step(waited)
+            is_last = step == last_step
+            is_logged = step % config.log_interval == 0 or is_last
+            is_saved = _is_due(step, config.save_interval) or is_last
+            if is_logged or is_saved or results.num_unread == config.max_skipped_steps:
+                results.read()
             bar.advance(meter)
-            if result.skipped:
-                _tell_skipped(result, batch, step, several=bool(pipeline.more_sets))
-                _check_skipped(meter.skipped_in_a_row, config)
-
-            if step % config.log_interval == 0 or step == last_step:
+            if is_logged:
                 _log(trackers, step, config, meter.numbers(), processes)
                 meter.begin_interval()
             with meter.paused():
-                if validation and (_is_due(step, config.validation_interval) or step == last_step):
+                if validation and (_is_due(step, config.validation_interval) or is_last):
                     _log_validation(trackers, step, validation.run(trainer), processes)
-                stopping = processes.agree(signals.received is not None)
-                is_last = step == last_step or stopping
-                if _is_due(step, config.save_interval) or is_last:
+                if is_saved:
                     progress = {"loader": loader.state_dict(), "meter": meter.state_dict()}
                     writer.save(trainer, step, progress, last=is_last)
-            if stopping and step < last_step:
-                writer.finish()
-                raise _stopped(signals.received, step)
         writer.finish()
     return run.folder / str(max(last_step, run.resumed or 0))
 
@@ -270,23 +275,50 @@ def _is_due(step: int, interval: int) -> bool:
     return step > 0 and step % interval == 0
 
 
-def _tell_skipped(
-    result: StepResult, batch: Mapping[str, Any], step: int, *, several: bool
-) -> None:
-    places = zip(batch["set_index"], batch["episode_index"], batch["frame_index"])
-    frames = [
-        f"{f'set {int(which)} ' if several else ''}{int(episode)}/{int(frame)}"
-        f"{' (!)' if number in result.bad_samples else ''}"
-        for number, (which, episode, frame) in enumerate(places)
-    ]
-    logger.warning(
-        "Step %d skipped: loss %s, gradient norm %s. Episode/frame of its samples, with (!) where "
-        "the loss is not finite: %s",
-        step,
-        result.loss,
-        result.gradient_norm,
-        ", ".join(frames),
-    )
+class _Results:
+    """The results of steps, read for several steps at once: reading waits for the device."""
+
+    def __init__(
+        self, config: TrainConfig, trainer: Trainer, meter: Meter, *, several_sets: bool
+    ) -> None:
+        self._config, self._trainer, self._meter = config, trainer, meter
+        self._several_sets = several_sets
+        self._unread: list[tuple[int, StepOutput, Sequence[Sequence[int]]]] = []
+
+    @property
+    def num_unread(self) -> int:
+        return len(self._unread)
+
+    def add(self, step: int, output: StepOutput, batch: Batch) -> None:
+        places = [batch[key] for key in ("set_index", "episode_index", "frame_index")]
+        self._unread.append((step, output, places))
+
+    def read(self) -> None:
+        """Count what was measured; raise TrainingStopped if too many steps were skipped."""
+        if not self._unread:
+            return
+        unread, self._unread = self._unread, []
+        results = self._trainer.read([output for _, output, _ in unread])
+        for (step, _, places), result in zip(unread, results):
+            self._meter.add(result)
+            if result.skipped:
+                self._log_skipped(step, result, places)
+                _check_skipped(self._meter.skipped_in_a_row, self._config)
+
+    def _log_skipped(self, step: int, result: StepResult, places: Sequence[Sequence[int]]) -> None:
+        frames = [
+            f"{f'set {int(which)} ' if self._several_sets else ''}{int(episode)}/{int(frame)}"
+            f"{' (!)' if number in result.bad_samples else ''}"
+            for number, (which, episode, frame) in enumerate(zip(*places))
+        ]
+        logger.warning(
+            "Step %d skipped: loss %s, gradient norm %s. Episode/frame of its samples, with (!) "
+            "where the loss is not finite: %s",
+            step,
+            result.loss,
+            result.gradient_norm,
+            ", ".join(frames),
+        )
 
 
 def _check_skipped(in_a_row: int, config: TrainConfig) -> None:

@@ -1,23 +1,24 @@
-"""AdamW over what may train, gradients clipped to a global norm.
+"""AdamW over the parameters that train, clipping of gradients, and the average of the weights.
 
-Knows parameters and gradients; what the learning rate is comes from `piston.config`.
+The learning rate of a step comes from `piston.config`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from piston.config import AdamW
 from piston.models.lora import freeze
-from piston.training.distributed import whole
+from piston.training.distributed import local, whole
 
 
 def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Stop training what the patterns match; something has to be left."""
+    """Stop training the parameters that the patterns match; raise ValueError if none is left."""
     freeze(model, patterns)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
@@ -27,26 +28,71 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: AdamW) -> torch.optim.AdamW:
-    """The learning rate is set before every step, so none is given here."""
+    """Return AdamW; the learning rate is set before every step."""
     return torch.optim.AdamW(
         parameters,
         lr=0.0,
         betas=(config.b1, config.b2),
         eps=config.eps,
         weight_decay=config.weight_decay,
-        fused=True,  # one pass over memory, and none of its own for temporary numbers
+        fused=True,  # a single pass over memory, and it can skip a step without the host's help
     )
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+def optimizer_step(
+    optimizer: torch.optim.AdamW, learning_rate: float, is_finite: Bool[Tensor, ""]
+) -> None:
+    """Move the weights, unless `is_finite` is False: then nothing changes.
+
+    The fused kernels decide on the device, as they do for `torch.amp.GradScaler`.
+    """
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = learning_rate
+    optimizer.found_inf = (~is_finite).float()  # type: ignore[attr-defined]
+    optimizer.step()
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Float[Tensor, ""]:
-    """Scale all gradients down together to the norm; the norm they had before."""
+    """Scale all gradients to at most this global norm; return the norm that they had before."""
     with_gradient = [p for p in parameters if p.grad is not None]
     gradients = [p.grad for p in with_gradient if p.grad is not None]
     norm = whole(torch.nn.utils.get_total_norm(gradients))
     torch.nn.utils.clip_grads_with_norm_(with_gradient, max_norm, norm)
     return norm
+
+
+class EMA:
+    """The moving average of the weights, which is what gets served.
+
+    mean ← decay · mean + (1 − decay) · weights, after every step, from the initial weights on.
+    Only for the parameters that train; frozen ones equal their mean.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
+        self.decay = decay
+        self._parameters = dict(parameters)
+        self.mean = {name: p.detach().clone() for name, p in parameters.items()}
+
+    @torch.no_grad()
+    def update(self, is_finite: Bool[Tensor, ""]) -> None:
+        """Follow the weights after a step; do nothing if `is_finite` is False."""
+        current = [local(self._parameters[name].detach()) for name in self.mean]
+        mean = [local(value) for value in self.mean.values()]
+        torch._foreach_lerp_(mean, current, [is_finite * (1.0 - self.decay)] * len(mean))
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Let the model compute with the mean within this context."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        """One tensor at a time, so that no second copy of the weights is needed."""
+        for name, parameter in self._parameters.items():
+            kept = parameter.detach().clone()
+            parameter.copy_(self.mean[name])
+            self.mean[name].copy_(kept)

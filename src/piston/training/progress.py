@@ -54,9 +54,12 @@ class Meter:
         yield
         self._started += time.perf_counter() - begun
 
-    def add(self, result: StepResult, waited: float) -> None:
+    def count_step(self, waited: float) -> None:
+        """Count a step, for which data were waited for so many seconds."""
         self._steps += 1
         self._waited += waited
+
+    def add(self, result: StepResult) -> None:
         self._learning_rate = result.learning_rate
         if result.skipped:
             self._skipped += 1
@@ -107,6 +110,7 @@ class RunBar:
             "", total=config.num_train_steps, completed=first_step, state=""
         )
         self._steps_left, self._batch_size = config.num_train_steps - first_step, config.batch_size
+        self._loss: Any = None
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -118,6 +122,9 @@ class RunBar:
     def advance(self, meter: Meter) -> None:
         self._steps_left -= 1
         numbers = meter.numbers()
+        if numbers["loss"] is not None:  # the results of the newest steps may not be read yet
+            self._loss = numbers["loss"]
+        numbers = {**numbers, "loss": self._loss}
         left = time_left(numbers, self._steps_left * self._batch_size)
         self._bar.update(self._task, advance=1, state=f"{left}  {describe(numbers)}")
 

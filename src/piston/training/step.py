@@ -1,16 +1,18 @@
-"""One step: a batch in, weights moved.
+"""One training step: a batch in, weights moved.
 
-All randomness is a function of the run's seed and the step, drawn for the whole batch of all
-processes: a step is the same on one process and on many, and after a resume.
+All random numbers are a function of the run's seed and the step, drawn for the whole batch of all
+processes: a step is the same on one process and on many, and after a resume. A step never waits for
+the device: whether its loss and gradients are finite is decided there, and what it measured is read
+later, for many steps at once.
 
-Dims: b batch of this process, n draws, h horizon, a action dim.
+Dims: b batch of this process, n noise draws, h horizon, a action dim.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -21,35 +23,43 @@ from torch import Tensor
 from piston.config import TrainConfig
 from piston.models import augmentation
 from piston.models.model import Model
-from piston.observation import Observation
-from piston.training.distributed import (
-    Processes,
-    gradients_exchanged,
-    let_go,
-    shard,
-)
-from piston.training.ema import EMA
+from piston.observation import Observation, send
+from piston.training.distributed import Processes, gradients_exchanged, reshard, shard
 from piston.training.optimizer import (
+    EMA,
     clip_gradients,
     freeze_parameters,
     make_optimizer,
-    set_learning_rate,
+    optimizer_step,
 )
 
 
 @dataclasses.dataclass(frozen=True)
+class StepOutput:
+    """What a step measured, on the device; `Trainer.read` turns it into numbers."""
+
+    # This process's part of the loss; its mean over all processes is the loss of the batch.
+    loss: Float[Tensor, ""]
+    # Of the gradients of all processes; not finite if any process's loss is not.
+    gradient_norm: Float[Tensor, ""]
+    has_finite_loss: Bool[Tensor, " b"]
+    learning_rate: float
+
+
+@dataclasses.dataclass(frozen=True)
 class StepResult:
-    """Over all processes. A step whose loss or gradient is not finite moves nothing."""
+    """What a step measured over all processes. A skipped step moved nothing."""
 
     loss: float
     gradient_norm: float
     learning_rate: float
-    # Of this process's samples, those whose own loss is not finite.
+    # The samples of this process whose own loss is not finite.
     bad_samples: tuple[int, ...] = ()
 
     @property
     def skipped(self) -> bool:
-        return not (math.isfinite(self.loss) and math.isfinite(self.gradient_norm))
+        """Whether the loss of any process, or the gradients, were not finite."""
+        return not math.isfinite(self.gradient_norm)
 
 
 class Trainer:
@@ -72,52 +82,78 @@ class Trainer:
             for layer in model.layers():
                 layer.compile()
         self._losses = shard(model, config.sharding)
-        # Asked for only now: sharding puts other tensors in their place.
+        # Only now, because sharding replaces the parameters.
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.optimizer = make_optimizer(self.parameters.values(), config.optimizer)
         self.ema = EMA(self.parameters, config.ema_decay) if config.ema_decay else None
 
-    def step(self, batch: Mapping[str, Any], step: int) -> StepResult:
-        """`batch` is this process's part of the step's batch."""
+    def step(
+        self, batch: Mapping[str, Any], step: int, total_weight: float | None = None
+    ) -> StepOutput:
+        """Train on `batch`, which is this process's part of the step's batch.
+
+        `total_weight` is the sum of `weight` over all processes, by default of this one alone. A
+        step whose loss or gradients are not finite moves nothing.
+        """
         self.optimizer.zero_grad(set_to_none=True)
         draws = self._draw(len(batch["state"]), step)
         weights = self._weights(batch)
         # Each process divides by the weight of all, and gradients are averaged over processes.
-        scale = self.processes.world_size / self.processes.sum(weights.sum().item())
+        total_weight = self.weight(batch) if total_weight is None else total_weight
+        scale = self.processes.world_size / total_weight
         losses, finite = [], []
         parts = self._parts(len(weights))
         for part in parts:
             with gradients_exchanged(self._losses, now=part == parts[-1]):
-                named = self._part_losses(batch, part, draws)
-                each = [self._weighted(one, weights[part], scale) for one in named.values()]
-                loss = torch.stack(each).sum()
-                loss.backward()
+                named = self._named_losses(batch, part, draws)
+                loss = _total_loss(named.values(), weights[part], scale, len(weights))
+                # A loss that is not finite spoils all gradients, and so those of all processes.
+                loss.backward(torch.where(loss.detach().isfinite(), 1.0, torch.nan))
             losses.append(loss.detach())
-            finite.append(_finite_samples(named.values()))
+            finite.append(_has_finite_loss(named.values()))
         norm = clip_gradients(self.parameters.values(), self.config.optimizer.clip_gradient_norm)
-        mean_loss = self.processes.sum(torch.stack(losses).sum().item()) / self.processes.world_size
-        result = StepResult(mean_loss, norm.item(), self.config.lr_schedule(step))
-        if result.skipped:
-            return dataclasses.replace(result, bad_samples=_places(~torch.cat(finite)))
-        set_learning_rate(self.optimizer, result.learning_rate)
-        self.optimizer.step()
+        learning_rate = self.config.lr_schedule(step)
+        optimizer_step(self.optimizer, learning_rate, norm.isfinite())
         if self.ema is not None:
-            self.ema.update()
-        return result
+            self.ema.update(norm.isfinite())
+        return StepOutput(torch.stack(losses).sum(), norm, torch.cat(finite), learning_rate)
+
+    def read(self, outputs: Sequence[StepOutput]) -> list[StepResult]:
+        """Read what steps measured: one transfer from the device, one sum over processes."""
+        measured = torch.stack([torch.stack((one.loss, one.gradient_norm)) for one in outputs])
+        losses, norms = measured.double().T.tolist()
+        losses = [total / self.processes.world_size for total in self.processes.sum(*losses)]
+        results = []
+        for output, loss, norm in zip(outputs, losses, norms):
+            result = StepResult(loss, norm, output.learning_rate)
+            if result.skipped:
+                bad = (~output.has_finite_loss).nonzero()[:, 0].tolist()
+                result = dataclasses.replace(result, bad_samples=tuple(bad))
+            results.append(result)
+        return results
+
+    def weight(self, batch: Mapping[str, Any]) -> float:
+        """Return how many numbers of the batch's actions count in the loss."""
+        weights = self._weights(batch)
+        return weights.sum().item() if self._has_masks else float(weights.numel())
 
     @contextmanager
     def served_weights(self) -> Iterator[Model]:
-        """The model as it would be served: inside, it computes with the mean of its weights."""
+        """Give the model as it would be served, with the moving average of its weights."""
         self.model.eval()
         try:
             with nullcontext() if self.ema is None else self.ema.applied():
                 yield self.model
-                let_go(self.model)
+                reshard(self.model)
         finally:
             self.model.train()
 
+    @property
+    def _has_masks(self) -> bool:
+        return self.config.mask_padded_steps or self._robot_action_dim is not None
+
     def _parts(self, size: int) -> list[slice]:
-        """Micro-batches; gradients add up over them."""
+        """Return the micro-batches; gradients add up over them."""
         part = size // self.config.gradient_accumulation
         return [slice(start, start + part) for start in range(0, size, part)]
 
@@ -132,23 +168,22 @@ class Trainer:
         mine = slice(rank * size, (rank + 1) * size)
         return {name: values[mine] for name, values in drawn.items()}
 
-    def _part_losses(
+    def _named_losses(
         self, batch: Mapping[str, Any], part: slice, draws: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         device = self.processes.device
-        observation = Observation.from_dict(_cut(batch, part)).to(device, non_blocking=True)
-        mine = {name: values[part].to(device) for name, values in draws.items()}
+        observation = Observation.from_dict(_cut(batch, part)).to(device)
+        mine = {name: send(values[part], device) for name, values in draws.items()}
         if "views" in mine:
             observation = augmentation.augment(observation, mine.pop("views"))
         actions = batch.get("actions")
-        actions = None if actions is None else actions[part].to(device, torch.float32)
+        actions = None if actions is None else send(actions[part].float(), device)
         return self._losses(observation, actions, mine)
 
-    def _weights(self, batch: Mapping[str, Any]) -> Float[Tensor, " b"] | Float[Tensor, "b h a"]:
-        """Return how much each loss counts: 1, or 0 where the masks leave something out."""
-        if not self.model.config.denoises:
-            return torch.ones(len(batch["state"]))
-        weights = torch.ones(batch["actions"].shape)
+    def _weights(self, batch: Mapping[str, Any]) -> Float[Tensor, "b h a"]:
+        """Return 1 for every number of the actions that counts, 0 for those left out."""
+        config = self.model.config
+        weights = torch.ones(len(batch["state"]), config.action_horizon, config.action_dim)
         if self.config.mask_padded_steps:
             padded: Bool[Tensor, "b h"] = batch["action_is_pad"]
             weights.masked_fill_(padded[..., None], 0)
@@ -156,8 +191,26 @@ class Trainer:
             weights[..., self._robot_action_dim :] = 0
         return weights
 
-    def _weighted(self, loss: Tensor, weights: Tensor, scale: float) -> Tensor:
-        return (loss * weights.to(loss.device)).sum() * scale
+
+def _total_loss(
+    losses: Iterable[Float[Tensor, " b"] | Float[Tensor, "b h a"]],
+    weights: Float[Tensor, "b h a"],
+    scale: float,
+    batch_size: int,
+) -> Float[Tensor, ""]:
+    """Return the sum of all losses: of means over samples, and of weighted sums over actions."""
+    each = [
+        (loss * send(weights, loss.device)).sum() * scale
+        if loss.ndim == 3
+        else loss.sum() * (1 / batch_size)
+        for loss in losses
+    ]
+    return torch.stack(each).sum()
+
+
+def _has_finite_loss(losses: Iterable[Tensor]) -> Bool[Tensor, " b"]:
+    each = [loss.detach().isfinite().reshape(len(loss), -1).all(1) for loss in losses]
+    return torch.stack(each).all(0)
 
 
 def _cut(batch: Mapping[str, Any], part: slice) -> dict[str, Any]:
@@ -167,16 +220,6 @@ def _cut(batch: Mapping[str, Any], part: slice) -> dict[str, Any]:
     }
 
 
-def _finite_samples(losses: Iterable[Tensor]) -> Bool[Tensor, " b"]:
-    """Return which samples have finite losses."""
-    each = [loss.detach().isfinite().reshape(len(loss), -1).all(1) for loss in losses]
-    return torch.stack(each).all(0)
-
-
-def _places(flags: Bool[Tensor, " b"]) -> tuple[int, ...]:
-    return tuple(flags.nonzero().flatten().tolist())
-
-
 def _mix(seed: int, step: int) -> int:
-    """A different seed for every step of every run."""
+    """Return a different seed for every step of every run."""
     return (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + 1) % 2**63

@@ -1,9 +1,8 @@
-"""How good a model is on episodes it was not trained on.
+"""How good a model is on episodes that it was not trained on.
 
-The flow loss says how well noise is told from actions; the error of sampled actions, which is more
-telling, says how far the robot would have been from what was recorded, per dimension, in units of
-the normalised actions. Noise and times are the same at every validation, and for any number of
-processes.
+Measured are the training loss and, for models that denoise, the mean distance of sampled actions
+from the recorded ones, per dimension, in units of the normalised actions. Noise and times are the
+same at every validation, and for any number of processes.
 
 Dims: b batch, h horizon, a action dim.
 """
@@ -32,7 +31,7 @@ _BATCH = 8
 
 @dataclasses.dataclass
 class _Sums:
-    """Over samples, and over those of their steps that were recorded."""
+    """Sums over samples, and over those of their steps that were recorded."""
 
     loss: float = 0.0
     num_samples: int = 0
@@ -57,25 +56,26 @@ class Validation:
 
     @torch.no_grad()
     def run(self, trainer: Trainer) -> Metrics:
-        """With the weights that would be served."""
+        """Measure the weights that would be served."""
         with trainer.served_weights() as model:
             sums = self._sums(model)
-        total = self._processes.sum
-        loss = total(sums.loss) / total(sums.num_samples)
-        numbers: dict[str, float | Sequence[float] | None] = {"validation/loss": loss}
+        # A process without a batch of its own has no distance, but takes part in the sum.
+        distance = np.broadcast_to(sums.distance, self._robot_dim or model.config.action_dim)
+        loss, num_samples, num_steps, *distances = self._processes.sum(
+            sums.loss, sums.num_samples, sums.num_steps, *map(float, distance)
+        )
+        metrics: dict[str, float | Sequence[float] | None] = {"validation/loss": loss / num_samples}
         if model.config.denoises:
-            dim, steps = self._robot_dim or model.config.action_dim, total(sums.num_steps)
-            # A process without a batch of its own has no distance, but takes part in the sum.
-            mean = [total(float(value)) / steps for value in np.broadcast_to(sums.distance, dim)]
-            numbers["validation/action_error"] = float(np.mean(mean))
-            numbers["validation/action_error_per_dim"] = mean
-        return numbers
+            mean = [total / num_steps for total in distances]
+            metrics["validation/action_error"] = float(np.mean(mean))
+            metrics["validation/action_error_per_dim"] = mean
+        return metrics
 
     def _sums(self, model: Model) -> _Sums:
         rank, size = self._processes.rank, self._processes.world_size
         sums = _Sums()
-        # Each process takes its share of the batches. All of them work equally often, as sharded
-        # models need it; what a process does only for that is not counted.
+        # Each process takes its share of the batches. All run equally often, as sharded models
+        # require; a batch that a process runs only for that is not counted.
         for turn in range(0, len(self._batches), size):
             number = min(turn + rank, len(self._batches) - 1)
             result = self._batch(model, self._batches[number], seed=number)

@@ -24,8 +24,7 @@ from piston.models import masks
 from piston.models.flow import Pi0
 from piston.models.model import Model
 from piston.observation import Observation
-from piston.training.ema import EMA
-from piston.training.optimizer import clip_gradients, make_optimizer, set_learning_rate
+from piston.training.optimizer import EMA, clip_gradients, make_optimizer, optimizer_step
 from piston.verification.quantity import Quantity, close, equal, failed
 from piston.weights import openpi_jax
 
@@ -161,10 +160,10 @@ def _training(model: Model, steps: Mapping[str, Any], arrays: _Arrays) -> Iterat
         if step == 0:
             yield from _gradients(model, steps["grad_l2"])
         losses.append(loss.item())
-        norms.append(clip_gradients(parameters.values(), settings.clip_gradient_norm).item())
-        set_learning_rate(optimizer, schedule(step))
-        optimizer.step()
-        ema.update()
+        norm = clip_gradients(parameters.values(), settings.clip_gradient_norm)
+        norms.append(norm.item())
+        optimizer_step(optimizer, schedule(step), norm.isfinite())
+        ema.update(norm.isfinite())
     yield close("losses", losses, steps["losses_before_each_step"], _RELATIVE, relative=True)
     yield close("gradient norms", norms, steps["grad_norms"], _GRADIENT, relative=True)
     with torch.no_grad():
