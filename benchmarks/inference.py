@@ -26,7 +26,7 @@ from common import main, median_seconds, seconds_of
 from piston import weights
 from piston.cli.console import console
 from piston.inference.quantization import quantize_for_inference
-from piston.models import tiles
+from piston.models import cpu
 from piston.models.configs import Pi0Config
 from piston.models.flow import Pi0
 from piston.models.precision import cast_for_inference
@@ -215,7 +215,8 @@ def matmul_rate(dtype: Held, computed: Computed) -> float:
 
 
 def _product_of_the_models(dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
-    return tiles.multiply_rounded if dtype == torch.bfloat16 and tiles.available() else torch.mm
+    uses_tiles = dtype == torch.bfloat16 and cpu.choose_product() == "tiles"
+    return cpu.multiply_rounded if uses_tiles else torch.mm
 
 
 def _load_from_file(

@@ -10,9 +10,12 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from piston.models import precision, processor, tiles
+from piston import weights
+from piston.models import cpu, precision
 from piston.models.gemma import RMSNorm
 from piston.models.siglip import LayerNorm
+
+from . import tiny
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -77,9 +80,9 @@ def test_products_in_float32_differ_by_rounding_only(held, bias, monkeypatch):
         x.double(), linear.weight.double(), linear.bias.double() if bias else None
     )
     monkeypatch.setattr(precision, "_MAX_CONVERTED_NUMBERS", 7 * 40)  # several pieces, one uneven
-    monkeypatch.setattr(tiles, "available", lambda: False)
-    for faster in (False, True):
-        monkeypatch.setattr(processor, "FLOAT32_IS_FASTER", faster)
+    for product in ("torch", "float32"):
+        monkeypatch.setattr(cpu, "choose_product", lambda product=product: product)
+        precision.use_fastest_products(linear)
         found = linear(x)
         assert found.dtype == torch.bfloat16
         assert_close(found.double(), exact, atol=2**-8, rtol=2**-7)
@@ -89,11 +92,32 @@ def test_products_in_float32_differ_by_rounding_only(held, bias, monkeypatch):
 
 
 def test_bfloat16_products_do_not_kill_the_process():
-    """Some virtual machines show matrix tiles that cannot be used; the import takes care of it."""
+    """Some virtual machines show matrix tiles that cannot be used; building a model handles it."""
     code = (
-        "import piston.models.precision, torch\n"
+        "import piston.models.cpu, torch\n"
+        "piston.models.cpu.choose_product()\n"
         "a = torch.ones(64, 64, dtype=torch.bfloat16)\n"
         "raise SystemExit(int((a @ a)[0, 0]) != 64)"
     )
     environment = {k: v for k, v in os.environ.items() if k != "ONEDNN_MAX_CPU_ISA"}
     assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
+
+
+def test_importing_and_constructing_change_nothing_global():
+    code = (
+        "import os\nbefore = dict(os.environ)\n"
+        "from piston import weights\nfrom piston.models import precision\n"
+        "linear = precision.Linear(4, 4)\n"
+        "raise SystemExit(dict(os.environ) != before or linear.cpu_product != 'torch')"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_built_models_use_the_fastest_products(monkeypatch):
+    monkeypatch.setattr(cpu, "choose_product", lambda: "float32")
+    for built in (
+        weights.build_model(tiny.flow().config),
+        weights.build_on_meta(tiny.fast().config),
+    ):
+        linears = [one for one in built.modules() if isinstance(one, precision.Linear)]
+        assert {linear.cpu_product for linear in linears} == {"float32"}

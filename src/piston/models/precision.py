@@ -1,4 +1,4 @@
-"""Which numbers are held and multiplied in which precision: the whole policy, in one place.
+"""The precision of every number: what parameters are held in, what products are computed in.
 
     held float32 always      norm scales, patch and position embeddings, the suffix's small maps
     held as asked            every other matrix: float32 masters to train, bfloat16 to serve
@@ -6,9 +6,9 @@
                              loss
     computed as configured   every product of a `Linear`: it follows the activation that comes in
 
-Where PyTorch multiplies bfloat16 slower than float32 on a CPU, products go through its matrix tiles
-(`tiles`) if they can be reached, and otherwise large ones run in float32 and are rounded: never
-less exact, and activations stay bfloat16. Knows dtypes and devices; knows nothing of models.
+Where PyTorch multiplies bfloat16 slower than float32 on a CPU, `use_fastest_products` makes a model
+use matrix tiles if they can be reached (see `cpu`); otherwise large products run in float32 and are
+rounded: never less exact, and activations stay bfloat16.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from piston.models import processor, tiles
+from piston.models import cpu
 from piston.models.configs import Dtype
 
 # Below, converting the weight costs more than the faster product saves (measured).
@@ -35,7 +35,10 @@ def torch_dtype(name: Dtype) -> torch.dtype:
 
 
 class Linear(nn.Linear):
-    """A linear map computed in its input's precision, whatever its weight is held in."""
+    """A linear map computed in its input's dtype, whatever its weight is held in."""
+
+    # How bfloat16 is multiplied on a CPU.
+    cpu_product: cpu.Product = "torch"
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.in_features**-0.5)
@@ -44,10 +47,10 @@ class Linear(nn.Linear):
 
     def forward(self, x: Float[Tensor, "*b i"]) -> Float[Tensor, "*b o"]:
         if x.device.type == "cpu" and x.dtype == torch.bfloat16:
-            if tiles.available():
-                return tiles.tile_linear(x, self.weight, self.bias)
-            many = x.numel() >= _MIN_ROWS_IN_FLOAT32 * x.shape[-1]
-            if processor.FLOAT32_IS_FASTER and many:
+            if self.cpu_product == "tiles":
+                return cpu.tile_linear(x, self.weight, self.bias)
+            has_many_rows = x.numel() >= _MIN_ROWS_IN_FLOAT32 * x.shape[-1]
+            if self.cpu_product == "float32" and has_many_rows:
                 return linear_in_float32(x, self.weight, self.bias, x.dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return nn.functional.linear(x, self.weight.to(x.dtype), bias)
@@ -59,7 +62,7 @@ def linear_in_float32(
     bias: Float[Tensor, " o"] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Float[Tensor, "*b o"]:
-    """A product of float32 numbers, given in `dtype`; no narrow weight is copied as a whole."""
+    """Return a float32 product, rounded to `dtype`; a weight is converted piece by piece."""
     x = x.float()
     bias = None if bias is None else bias.float()
     if weight.dtype == torch.float32:
@@ -70,14 +73,22 @@ def linear_in_float32(
     return torch.cat([nn.functional.linear(x, w.float(), b).to(dtype) for w, b in parts], dim=-1)
 
 
+def use_fastest_products(model: nn.Module) -> None:
+    """Choose how the model multiplies bfloat16 matrices where it runs on this machine's CPU."""
+    product = cpu.choose_product()
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.cpu_product = product
+
+
 def cast_for_inference(model: nn.Module, dtype: torch.dtype) -> None:
-    """Hold the large matrices in `dtype`, in place; what must stay float32 stays float32."""
+    """Hold the large matrices in `dtype`, in place; other parameters stay float32."""
     for _, parameter in held_as_asked(model):
         parameter.data = parameter.data.to(dtype)
 
 
 def held_as_asked(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The large matrices, by name. Every other parameter is held in float32 always."""
+    """Return the large matrices by name. Every other parameter is always held in float32."""
     for path, module in model.named_modules():
         if isinstance(module, Linear | nn.Embedding):
             for name, parameter in module.named_parameters(recurse=False):

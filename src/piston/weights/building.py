@@ -13,19 +13,23 @@ from piston.models.autoregressive import Pi0FAST
 from piston.models.configs import ModelConfig, Pi0Config, Pi0FASTConfig
 from piston.models.flow import Pi0
 from piston.models.model import Model
-from piston.models.precision import held_as_asked
+from piston.models.precision import held_as_asked, use_fastest_products
 from piston.weights.errors import Shape
 
+_MODELS: dict[type[ModelConfig], Callable[[Any], Model]] = {Pi0Config: Pi0, Pi0FASTConfig: Pi0FAST}
 _RANDOM_FILLS = {"normal_", "uniform_", "trunc_normal_", "kaiming_uniform_"}
 
 
 def build_model(config: ModelConfig) -> Model:
-    """Return the model of a configuration, on torch's current default device."""
-    if isinstance(config, Pi0FASTConfig):
-        return Pi0FAST(config)
-    if isinstance(config, Pi0Config):
-        return Pi0(config)
-    raise TypeError(f"No model is known for a {type(config).__name__}.")
+    """Return the model of a configuration, on torch's current default device.
+
+    It uses the fastest products that this machine's CPU has, should it run there.
+    """
+    if type(config) not in _MODELS:
+        raise TypeError(f"No model is known for a {type(config).__name__}.")
+    model = _MODELS[type(config)](config)
+    use_fastest_products(model)
+    return model
 
 
 def build_on_meta(config: ModelConfig) -> Model:

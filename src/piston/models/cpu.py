@@ -1,38 +1,85 @@
-"""Products of bfloat16 matrices in a CPU's matrix tiles, through MKL.
+"""Products of bfloat16 matrices on CPUs: which way is the fastest here, and the way through MKL.
 
-PyTorch multiplies bfloat16 with oneDNN. Where oneDNN cannot use the tiles (see `processor`), MKL,
-which PyTorch carries too, still can: measured 1,200 to 1,900 GFLOP/s for the products of these
-models on two cores, where float32 reached 300 and oneDNN's bfloat16 165. Products accumulate in
-float32 and are rounded once; the gradient of a float32 weight is not rounded at all.
+    matrix tiles (AMX)                   bfloat16 products are several times faster than float32
+    AVX-512 bfloat16, not Intel          about twice as fast
+    any other x86                        slower than float32: emulated, or at half rate (measured:
+                                         165 against 300 GFLOP/s on a Xeon without its tiles)
 
-Knows one product; knows nothing of models.
+PyTorch multiplies bfloat16 with oneDNN. Some virtual machines show matrix tiles that oneDNN cannot
+use; MKL, which PyTorch carries too, still can: measured 1,200 to 1,900 GFLOP/s for the products of
+these models on two cores, where float32 reached 300 and oneDNN's bfloat16 165. Products accumulate
+in float32 and are rounded once; the gradient of a float32 weight is not rounded at all.
+
+Nothing happens at import: `choose_product` is called when a model is built.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from piston.models import processor
+# How bfloat16 is multiplied: by PyTorch, in matrix tiles through MKL, or in float32 and rounded.
+Product = Literal["torch", "tiles", "float32"]
 
+_CPUINFO = Path("/proc/cpuinfo")
+_ISA_VARIABLE = "ONEDNN_MAX_CPU_ISA"
+# The CPUID leaf that holds the sizes of tiles.
+_TILE_LEAF = 0x1D
 # Rounding works on parts of this many numbers, small enough to stay in the cache.
 _PART = 2**21
-# What the C interface calls row-major matrices, as they are and transposed.
+# The C interface's constants for row-major matrices, as they are and transposed.
 _ROW_MAJOR, _AS_IS, _TRANSPOSED = 101, 111, 112
 
 
+def read_cpuinfo(path: Path = _CPUINFO) -> dict[str, str]:
+    """Return the entries of the first processor; none where there is no such file."""
+    if not path.is_file():
+        return {}
+    lines = path.read_text().split("\n\n", 1)[0].splitlines()
+    return {name.strip(): value.strip() for name, _, value in (ln.partition(":") for ln in lines)}
+
+
+def tiles_are_broken(facts: Mapping[str, str]) -> bool:
+    """Return whether a virtual machine shows tiles but ends CPUID before the leaf of their sizes.
+
+    oneDNN then reads zeros, and the first bfloat16 product dies with an illegal instruction.
+    """
+    last_leaf = int(facts.get("cpuid level", _TILE_LEAF))
+    return "amx_tile" in facts.get("flags", "").split() and last_leaf < _TILE_LEAF
+
+
+def prefers_float32(facts: Mapping[str, str], has_tiles: bool) -> bool:
+    """Return whether PyTorch multiplies float32 faster than bfloat16 here."""
+    flags = set(facts.get("flags", "").split())
+    is_x86 = "sse2" in flags
+    has_fast_units = "avx512_bf16" in flags and facts.get("vendor_id") != "GenuineIntel"
+    return is_x86 and not has_tiles and not has_fast_units
+
+
 @functools.cache
-def available() -> bool:
-    """Whether this is the way to the tiles here: oneDNN's is shut, and MKL is there."""
-    return processor.TILES_NEED_MKL and _mkl_product() is not None
+def choose_product() -> Product:
+    """Choose the fastest product of bfloat16 matrices on this CPU.
+
+    Where oneDNN cannot use the tiles it is kept from trying, through its environment variable,
+    which it reads before its first product; a value that the user has set is respected.
+    """
+    facts = read_cpuinfo()
+    has_tiles = "amx_bf16" in facts.get("flags", "").split()
+    if tiles_are_broken(facts):
+        allowed = os.environ.setdefault(_ISA_VARIABLE, "AVX512_CORE_BF16")
+        has_tiles = "AMX" in allowed or allowed == "DEFAULT"
+        if not has_tiles and _mkl_product() is not None:
+            return "tiles"
+    return "float32" if prefers_float32(facts, has_tiles) else "torch"
 
 
 @functools.cache
@@ -48,14 +95,15 @@ def _mkl_product() -> Callable[..., None] | None:
     return product
 
 
-class _Scratch(threading.local):
-    """Memory that stays: for new memory the system's page faults cost more than the product."""
-
-    def __init__(self) -> None:
-        self.numbers = torch.empty(_PART)
+_scratch = threading.local()
 
 
-_scratch = _Scratch()
+def _scratch_memory(size: int) -> Float[Tensor, " n"]:
+    """Return memory that each thread keeps: page faults of new memory cost more than a product."""
+    memory: Tensor | None = getattr(_scratch, "memory", None)
+    if memory is None or memory.numel() < size:
+        memory = _scratch.memory = torch.empty(max(size, _PART))
+    return memory[:size]
 
 
 def multiply(
@@ -63,7 +111,7 @@ def multiply(
     b: Float[Tensor, "k n"],
     out: Float[Tensor, "m n"],
 ) -> None:
-    """Write the float32 product of two bfloat16 matrices; `out` is contiguous."""
+    """Write the float32 product of two bfloat16 matrices to `out`, which is contiguous."""
     product = _mkl_product()
     assert product is not None
     (layout_a, stride_a), (layout_b, stride_b) = _layout(a), _layout(b)
@@ -81,7 +129,7 @@ def multiply(
 
 
 def _layout(matrix: Tensor) -> tuple[int, int]:
-    """How its numbers lie, and how far apart its rows (or columns) are."""
+    """Return whether a matrix is transposed in memory, and the distance of its rows (columns)."""
     by_rows, by_columns = matrix.stride()
     if by_columns == 1 and by_rows >= matrix.shape[1]:
         return _AS_IS, by_rows
@@ -91,7 +139,7 @@ def _layout(matrix: Tensor) -> tuple[int, int]:
 def multiply_rounded(
     a: Float[Tensor, "m k"], b: Float[Tensor, "k n"], bias: Float[Tensor, " n"] | None = None
 ) -> Float[Tensor, "m n"]:
-    """a · b (+ bias in every row) in bfloat16, made part by part along its longer side."""
+    """Return a · b (+ bias in every row) in bfloat16, computed in parts along its longer side."""
     rows, columns = len(a), b.shape[1]
     out = a.new_empty(rows, columns)
     if out.numel() == 0:
@@ -104,7 +152,7 @@ def multiply_rounded(
         places = [(slice(i, i + size), slice(None)) for i in range(0, rows, size)]
     for of_a, of_b in places:
         place = out[of_a, of_b]
-        part = _scratch.numbers[: place.numel()].view(place.shape)
+        part = _scratch_memory(place.numel()).view(place.shape)
         multiply(a[of_a], b[:, of_b], part)
         if bias is not None:
             part += bias[of_b]
@@ -114,7 +162,7 @@ def multiply_rounded(
 
 @torch.library.custom_op("piston::tile_linear", mutates_args=(), device_types="cpu")
 def tile_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x · weightᵀ + bias of a bfloat16 x; the others may be held in another precision."""
+    """Return x · weightᵀ + bias for a bfloat16 x; the others may have another dtype."""
     product = multiply_rounded(_as_rows(x), _narrow(weight).t(), bias)
     return product.view(*x.shape[:-1], len(weight))
 
@@ -123,7 +171,7 @@ def tile_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def tile_linear_backward(
     gradient: Tensor, x: Tensor, weight: Tensor, needs_x: bool, needs_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of x and of the weight, each empty if not needed."""
+    """Return the gradients of x and of the weight, each empty if not needed."""
     rows = _as_rows(gradient)
     of_x, of_weight = x.new_empty(0), weight.new_empty(0)
     if needs_x:
@@ -162,7 +210,7 @@ def _shapes(
     )
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
     x, weight, bias = inputs
     ctx.save_for_backward(x, weight)
     ctx.bias_dtype = None if bias is None else bias.dtype
@@ -179,4 +227,4 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     )
 
 
-tile_linear.register_autograd(_backward, setup_context=_remember)
+tile_linear.register_autograd(_backward, setup_context=_save_inputs)
