@@ -27,10 +27,9 @@ from piston import weights
 from piston.cli.console import console
 from piston.inference.quantization import quantize_for_inference
 from piston.models import cpu
-from piston.models.configs import Pi0Config
+from piston.models.configs import GEMMA, VISION, Pi0Config
 from piston.models.flow import Pi0
 from piston.models.precision import cast_for_inference
-from piston.models.variants import GEMMA, VISION
 from piston.observation import Observation
 
 Held = Literal["float32", "bfloat16", "int8"]

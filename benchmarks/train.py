@@ -25,8 +25,7 @@ from common import main
 from piston.cli.console import console
 from piston.config import AssetsConfig, TrainConfig
 from piston.data.recorder import Recorder
-from piston.models.configs import Dtype, Pi0Config
-from piston.models.variants import GEMMA, VISION, GemmaSize, VisionSize
+from piston.models.configs import GEMMA, VISION, Dtype, GemmaSize, Pi0Config, VisionSize
 from piston.robots.aloha import DIM, LeRobotAlohaDataConfig
 from piston.training.loop import train_loop
 from piston.training.trackers import METRICS, read_metrics

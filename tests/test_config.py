@@ -9,8 +9,14 @@ import pytest
 from piston import presets
 from piston.config import TrainConfig
 from piston.data.pipeline import open_source
-from piston.models.configs import Pi0Config, Pi0FASTConfig
-from piston.models.variants import GEMMA, parse_gemma_size, parse_vision_size, size_name
+from piston.models.configs import (
+    GEMMA,
+    Pi0Config,
+    Pi0FASTConfig,
+    parse_gemma_size,
+    parse_vision_size,
+    size_name,
+)
 from piston.transforms import compose
 from piston.transforms.normalize import NormStats, write_norm_stats
 

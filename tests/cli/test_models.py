@@ -5,8 +5,7 @@ import torch
 
 from piston import weights
 from piston.cli import main
-from piston.models.configs import Pi0Config
-from piston.models.variants import GEMMA, VISION
+from piston.models.configs import GEMMA, VISION, Pi0Config
 
 
 @pytest.fixture

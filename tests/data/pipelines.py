@@ -3,8 +3,7 @@
 import numpy as np
 
 from piston.config import DataConfig, ModelTransformFactory
-from piston.models.configs import Pi0Config
-from piston.models.variants import GEMMA, VISION
+from piston.models.configs import GEMMA, VISION, Pi0Config
 from piston.transforms import ALWAYS_KEPT, Group, RepackTransform
 from piston.transforms.actions import DeltaActions
 from piston.transforms.images import to_uint8_hwc

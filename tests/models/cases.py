@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from piston.models.autoregressive import Pi0FAST
-from piston.models.configs import ModelConfig, Pi0Config, Pi0FASTConfig
+from piston.models.configs import GemmaSize, LoRA, ModelConfig, Pi0Config, Pi0FASTConfig, VisionSize
 from piston.models.flow import Pi0
-from piston.models.variants import GemmaSize, LoRA, VisionSize
 from piston.observation import Observation
 from piston.verification.models import observation_of
 from piston.weights import load_model

@@ -5,10 +5,9 @@ import math
 import pytest
 import torch
 
-from piston.models.configs import Pi0Config
+from piston.models.configs import GemmaSize, Pi0Config, VisionSize
 from piston.models.flow import Pi0
 from piston.models.integrator import Guidance, guidance_weights
-from piston.models.variants import GemmaSize, VisionSize
 from piston.observation import Observation
 
 HORIZON, DELAY, EXECUTE, BETA = 12, 3, 2, 5.0

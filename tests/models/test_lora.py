@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
+from piston.models.configs import LoRA, parse_gemma_size, size_name
 from piston.models.flow import Pi0
 from piston.models.lora import (
     LoRALinear,
@@ -20,7 +21,6 @@ from piston.models.lora import (
     merge_adapters,
     without_adapters,
 )
-from piston.models.variants import LoRA, parse_gemma_size, size_name
 
 from . import tiny
 

@@ -12,7 +12,9 @@ from torch.testing import assert_close
 
 from piston import weights
 from piston.models import cpu, precision
+from piston.models.configs import LoRA
 from piston.models.gemma import RMSNorm
+from piston.models.lora import merge_adapters
 from piston.models.siglip import LayerNorm
 
 from . import tiny
@@ -115,9 +117,9 @@ def test_importing_and_constructing_change_nothing_global():
 
 def test_built_models_use_the_fastest_products(monkeypatch):
     monkeypatch.setattr(cpu, "choose_product", lambda: "float32")
-    for built in (
-        weights.build_model(tiny.flow().config),
-        weights.build_on_meta(tiny.fast().config),
-    ):
+    adapted = tiny.gemma(lora=LoRA(rank=2, alpha=2.0))
+    merged = weights.build_model(tiny.flow(vlm=adapted).config)
+    merge_adapters(merged)
+    for built in (merged, weights.build_on_meta(tiny.fast().config)):
         linears = [one for one in built.modules() if isinstance(one, precision.Linear)]
         assert {linear.cpu_product for linear in linears} == {"float32"}

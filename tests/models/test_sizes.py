@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from piston.models.configs import Pi0FASTConfig
-from piston.models.variants import (
+from piston.models.configs import (
     GemmaSize,
     LoRA,
+    Pi0FASTConfig,
     VisionSize,
     parse_gemma_size,
     parse_vision_size,

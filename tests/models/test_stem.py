@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from piston.models.configs import VisionSize, parse_vision_size, size_name
 from piston.models.siglip import VisionTower
-from piston.models.variants import VisionSize, parse_vision_size, size_name
 
 
 @pytest.mark.parametrize("depth", [0, 1])

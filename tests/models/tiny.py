@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from piston.models.autoregressive import Pi0FAST
-from piston.models.configs import Pi0Config, Pi0FASTConfig
+from piston.models.configs import GemmaSize, Pi0Config, Pi0FASTConfig, VisionSize
 from piston.models.flow import Pi0
-from piston.models.variants import GemmaSize, VisionSize
 from piston.observation import Observation
 
 VISION = VisionSize(width=24, depth=2, mlp_dim=40, num_heads=3, patch=8)

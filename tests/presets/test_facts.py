@@ -8,8 +8,7 @@ import pytest
 import tyro
 
 from piston import presets
-from piston.models.configs import Pi0Config, Pi0FASTConfig
-from piston.models.variants import GEMMA
+from piston.models.configs import GEMMA, Pi0Config, Pi0FASTConfig
 from piston.robots.droid import RLDSDroidDataConfig
 from piston.transforms import RepackTransform
 from piston.transforms.actions import make_bool_mask

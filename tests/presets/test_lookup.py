@@ -8,7 +8,7 @@ import pytest
 
 from piston import presets
 from piston.cli.train import parse
-from piston.models.variants import GEMMA
+from piston.models.configs import GEMMA
 
 
 def test_a_wrong_name_suggests_the_nearest():

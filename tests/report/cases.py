@@ -8,7 +8,7 @@ import numpy as np
 from piston import presets
 from piston.config import AssetsConfig, TrainConfig
 from piston.data.recorder import Recorder
-from piston.models.variants import GemmaSize, VisionSize
+from piston.models.configs import GemmaSize, VisionSize
 from piston.robots.aloha import DIM
 from piston.sim.rollouts import write_mp4
 from piston.sim.scores import Evaluation, Outcome, Trace, latency_percentiles

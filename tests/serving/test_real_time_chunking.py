@@ -15,9 +15,8 @@ import torch
 
 from piston.client import AsyncChunkBroker, Client, RealTimeBroker
 from piston.inference.policy import Policy
-from piston.models.configs import Pi0Config
+from piston.models.configs import GemmaSize, Pi0Config, VisionSize
 from piston.models.flow import Pi0
-from piston.models.variants import GemmaSize, VisionSize
 from piston.observation import Observation
 from piston.robots.simple import LeRobotUR5DataConfig
 from piston.serving import running_server

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from piston.config import AdamW
-from piston.models.variants import LoRA
+from piston.models.configs import LoRA
 from piston.training.checkpoint import saved_steps
 from piston.training.distributed import join_processes
 from piston.training.loop import train_loop

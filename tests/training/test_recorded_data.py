@@ -14,7 +14,7 @@ from tests.data.opened_files import count_opened
 import piston
 from piston import presets
 from piston.config import AssetsConfig
-from piston.models.variants import LoRA
+from piston.models.configs import LoRA
 from piston.robots.simple import LIBERO as LIBERO_ROBOT
 from piston.robots.simple import LeRobotLiberoDataConfig
 from piston.training import loop

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from piston import weights
-from piston.models.variants import LoRA
+from piston.models.configs import LoRA
 from piston.training.loop import train_loop
 
 from .running import assert_same_tensors, state, tiny

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from piston import weights
 from piston.config import CosineDecaySchedule
 from piston.data.pipeline import FakeDataset
-from piston.models.variants import GemmaSize, LoRA, VisionSize
+from piston.models.configs import GemmaSize, LoRA, VisionSize
 from piston.observation import Observation, stack_samples
 from piston.training.distributed import Processes
 from piston.training.step import Trainer

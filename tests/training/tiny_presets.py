@@ -4,8 +4,7 @@ import dataclasses
 
 from piston import presets
 from piston.config import CosineDecaySchedule, TrainConfig
-from piston.models.configs import Pi0Config, Pi0FASTConfig
-from piston.models.variants import GemmaSize, VisionSize
+from piston.models.configs import GemmaSize, Pi0Config, Pi0FASTConfig, VisionSize
 from piston.robots.simple import FakeDataConfig
 
 VISION = VisionSize(width=16, depth=1, mlp_dim=24, num_heads=2, patch=16)

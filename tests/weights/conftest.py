@@ -9,8 +9,7 @@ import pytest
 import torch
 from tests.models.cases import model_config
 
-from piston.models.configs import ModelConfig, Pi0Config, Pi0FASTConfig
-from piston.models.variants import GemmaSize, LoRA, VisionSize
+from piston.models.configs import GemmaSize, LoRA, ModelConfig, Pi0Config, Pi0FASTConfig, VisionSize
 from piston.weights import build_model
 
 _SIZES: dict[str, Any] = {

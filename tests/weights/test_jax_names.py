@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import linear
 
+from piston.models.configs import LoRA
 from piston.models.lora import LoRALinear
-from piston.models.variants import LoRA
 from piston.weights import CheckpointError
 from piston.weights.openpi_jax import TABLE, plain_path, slices
 

@@ -10,8 +10,7 @@ import textwrap
 import pytest
 import torch
 
-from piston.models.configs import Pi0Config
-from piston.models.variants import GemmaSize, VisionSize
+from piston.models.configs import GemmaSize, Pi0Config, VisionSize
 from piston.weights import expected_shapes
 from piston.weights.models import _describe
 from piston.weights.tensors import write_tensor_file

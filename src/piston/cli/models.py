@@ -18,9 +18,8 @@ from piston.progress import BYTES, ProgressBar
 if TYPE_CHECKING:
     from torch import nn
 
-    from piston.models.configs import ModelConfig
+    from piston.models.configs import GemmaSize, ModelConfig
     from piston.models.model import Model
-    from piston.models.variants import GemmaSize
 
 # Bytes per trained parameter: float32 master, gradient, two moments of AdamW, mean of weights.
 _TRAINING_BYTES = 4 + 4 + 8 + 4

@@ -13,8 +13,7 @@ from rich.tree import Tree
 from piston import presets
 from piston.cli.console import console, table
 from piston.config import DataConfig, TrainConfig
-from piston.models.configs import ModelConfig
-from piston.models.variants import GemmaSize, VisionSize, size_name
+from piston.models.configs import GemmaSize, ModelConfig, VisionSize, size_name
 from piston.transforms import Transform
 
 

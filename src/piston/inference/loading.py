@@ -17,7 +17,7 @@ from piston.config import TRAIN_SECTION, DataConfig, TrainConfig
 from piston.files import read_json_object
 from piston.inference.policy import Policy
 from piston.inference.quantization import quantize_for_inference
-from piston.models.variants import GEMMA, VISION
+from piston.models.configs import GEMMA, VISION
 from piston.transforms.normalize import read_norm_stats
 
 PolicyDtype = Literal["float32", "bfloat16", "int8"]

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from piston.models import precision
+from piston.models.configs import GemmaSize
 from piston.models.lora import make_linear
-from piston.models.variants import GemmaSize
 
 _EPSILON = 1e-6
 _WAVELENGTH = 10_000.0

@@ -33,8 +33,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from piston.models.configs import GemmaSize, LoRA
 from piston.models.precision import Linear
-from piston.models.variants import GemmaSize, LoRA
 
 Config = TypeVar("Config")
 
@@ -72,7 +72,7 @@ class LoRALinear(Linear):
         correction = torch.matmul(self.lora_b.float(), self.lora_a.float()).flatten(0, 1)
         self.weight.copy_(self.weight.float() + self.scale * correction)
         plain = Linear(self.in_features, self.out_features, bias=False, device="meta")
-        plain.weight = self.weight
+        plain.weight, plain.cpu_product = self.weight, self.cpu_product
         return plain
 
 

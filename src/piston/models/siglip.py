@@ -10,8 +10,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from piston.models.configs import VisionSize
 from piston.models.precision import Linear, attention
-from piston.models.variants import VisionSize
 from piston.observation import Image
 
 

@@ -1,8 +1,7 @@
 """Presets of the LIBERO simulation benchmark and of the UR5 arm."""
 
 from piston.config import AssetsConfig, CosineDecaySchedule, TrainConfig
-from piston.models.configs import Pi0Config, Pi0FASTConfig
-from piston.models.variants import GEMMA
+from piston.models.configs import GEMMA, Pi0Config, Pi0FASTConfig
 from piston.robots.simple import LeRobotLiberoDataConfig, LeRobotUR5DataConfig
 
 # The π0 and π0-FAST presets subtract the state from the actions, which are relative already.

@@ -7,8 +7,7 @@ their sizes, and have a convolutional stem instead of the vision tower, which ne
 import dataclasses
 
 from piston.config import AdamW, CosineDecaySchedule, TrainConfig
-from piston.models.configs import Pi0Config, Pi0FASTConfig
-from piston.models.variants import GEMMA, VISION, GemmaSize, VisionSize
+from piston.models.configs import GEMMA, VISION, GemmaSize, Pi0Config, Pi0FASTConfig, VisionSize
 from piston.robots.aloha import LeRobotAlohaDataConfig
 from piston.robots.simple import FakeDataConfig, LeRobotMetaworldDataConfig
 

@@ -16,8 +16,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from piston.files import read_json
-from piston.models.configs import ModelConfig, Pi0Config, Pi0FASTConfig
-from piston.models.variants import GEMMA, VISION, GemmaSize, LoRA, VisionSize, size_name
+from piston.models.configs import (
+    GEMMA,
+    VISION,
+    GemmaSize,
+    LoRA,
+    ModelConfig,
+    Pi0Config,
+    Pi0FASTConfig,
+    VisionSize,
+    size_name,
+)
 from piston.serialization import from_json
 from piston.weights.errors import CheckpointError, Shape
 
