@@ -16,7 +16,7 @@ from torch import Tensor
 
 # A normalised chunk as the models see it: (batch, horizon, action dim).
 Actions = Float[Tensor, "b horizon a"]
-Image = UInt8[Tensor, "b h w c"] | Float[Tensor, "b h w c"]
+Image = UInt8[Tensor, "_ _ _ 3"] | Float[Tensor, "_ _ _ 3"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -200,7 +200,7 @@ def test_a_run_is_not_lost_by_mistake(tmp_path):
 def test_a_run_belongs_to_one_process(tmp_path, monkeypatch):
     refused = []
 
-    def step(self, batch, number):  # noqa: ARG001
+    def step(self, batch, number, *more):  # noqa: ARG001
         with pytest.raises(FileExistsError, match="Another process is training"):
             train_loop(tiny(tmp_path, resume=True))
         refused.append(number)
@@ -292,8 +292,8 @@ def test_processes_exchange_one_message_per_step(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Processes, "sum", counted)
     train_loop(tiny(tmp_path, num_train_steps=9, log_interval=100, save_interval=100))
-    # One per step, and one each time that results are read: for the first and the last log.
-    assert len(calls) == 9 + 2
+    # One per step, one each for reading the results of the first and the last log, one for saving.
+    assert len(calls) == 9 + 2 + 1
 
 
 def test_masks_need_to_know_the_robot(tmp_path):

@@ -49,9 +49,9 @@ def drawn(monkeypatch):
     seen = []
     original = loop.Trainer.step
 
-    def step(self, batch, number):
+    def step(self, batch, number, *more):
         seen.extend(zip(batch["set_index"].tolist(), batch["episode_index"].tolist()))
-        return original(self, batch, number)
+        return original(self, batch, number, *more)
 
     monkeypatch.setattr(loop.Trainer, "step", step)
     return seen

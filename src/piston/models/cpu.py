@@ -160,14 +160,25 @@ def multiply_rounded(
     return out
 
 
-@torch.library.custom_op("piston::tile_linear", mutates_args=(), device_types="cpu")
+@torch.library.custom_op(
+    "piston::tile_linear",
+    mutates_args=(),
+    device_types="cpu",
+    schema="(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+)
 def tile_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x · weightᵀ + bias for a bfloat16 x; the others may have another dtype."""
     product = multiply_rounded(_as_rows(x), _narrow(weight).t(), bias)
     return product.view(*x.shape[:-1], len(weight))
 
 
-@torch.library.custom_op("piston::tile_linear_backward", mutates_args=(), device_types="cpu")
+@torch.library.custom_op(
+    "piston::tile_linear_backward",
+    mutates_args=(),
+    device_types="cpu",
+    schema="(Tensor gradient, Tensor x, Tensor weight, bool needs_x, bool needs_weight)"
+    " -> (Tensor, Tensor)",
+)
 def tile_linear_backward(
     gradient: Tensor, x: Tensor, weight: Tensor, needs_x: bool, needs_weight: bool
 ) -> tuple[Tensor, Tensor]:
