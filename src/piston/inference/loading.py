@@ -1,4 +1,4 @@
-"""From a checkpoint's folder to a policy: configuration, statistics, tensors.
+"""Load a policy from a checkpoint: configuration, statistics, tensors.
 
 A folder that the trainer wrote is self-contained. Any other checkpoint holds only a model, so that
 a preset has to say which robot it is for.
@@ -72,7 +72,7 @@ def load_policy(
 def random_policy(
     preset: str | TrainConfig, *, default_prompt: str | None = None, **options: Any
 ) -> Policy:
-    """A tiny model with random weights and the preset's robot: to try the wiring around it."""
+    """Return a tiny model with random weights and the preset's robot, to test what is around it."""
     config = presets.get(preset) if isinstance(preset, str) else preset
     if default_prompt is not None:
         data = dataclasses.replace(config.data, default_prompt=default_prompt)
@@ -109,7 +109,7 @@ def _usable_device(device: str | torch.device | None) -> torch.device:
 
 
 def _find_config(folder: Path, preset: str | TrainConfig | None) -> TrainConfig:
-    """The preset that is asked for, else what the trainer wrote beside the tensors."""
+    """Return the given preset, else the configuration that the trainer wrote with the tensors."""
     if preset is not None:
         return presets.get(preset) if isinstance(preset, str) else preset
     path = folder / "config.json"
@@ -129,7 +129,7 @@ def _find_config(folder: Path, preset: str | TrainConfig | None) -> TrainConfig:
 
 
 def _with_statistics(data: DataConfig, folder: Path, preset: str) -> DataConfig:
-    """Those in the checkpoint where it has any, else those that the configuration names."""
+    """Return the data configuration with the checkpoint's statistics, else with its own."""
     if data.asset_id is not None:
         # `params` of the JAX trainer lies beside its assets.
         for place in (folder, folder.parent):

@@ -1,7 +1,6 @@
 """A policy: observations in the robot's own keys in, its own actions out.
 
-The same input transforms as in training, without repack; the model; then the output transforms.
-Knows nothing of sockets, files or training.
+The input transforms of an inference pipeline; the model; then the output transforms.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from piston.models.model import Model
 from piston.observation import Observation, stack_samples
 from piston.transforms import Data, compose
 
-# What a request may carry besides the robot's own keys.
+# Keys of a request besides the robot's own.
 _REQUEST_KEYS = ("noise", "seed", "rtc")
 _RTC_STEPS = ("delay", "execute_horizon")
 
@@ -74,7 +73,7 @@ class Policy:
         return self.infer_batch([request])[0]
 
     def infer_batch(self, observations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The same for several robots at once; an observation may bring its own noise or seed."""
+        """Answer several observations at once; each may contain its own noise or seed."""
         started = time.perf_counter()
         prepared = [self._prepare(observation) for observation in observations]
         results: list[dict[str, Any]] = [{} for _ in prepared]
@@ -89,7 +88,7 @@ class Policy:
         return [{**result, "policy_timing": {"infer_ms": elapsed}} for result in results]
 
     def warm_up(self) -> float:
-        """Run once on a black image, so that the first robot does not wait; the seconds it took."""
+        """Run once on a black image, so that the first robot does not wait; return the seconds."""
         started = time.perf_counter()
         config, pixels = self.model.config, self.model.config.image_size
         black = torch.zeros(1, pixels, pixels, 3, dtype=torch.uint8)
@@ -108,7 +107,7 @@ class Policy:
         return time.perf_counter() - started
 
     def _prepare(self, observation: Mapping[str, Any]) -> Data:
-        """What the model sees of one observation, with the noise it starts from."""
+        """Return the model's input for one observation, with the noise it starts from."""
         data = {key: value for key, value in observation.items() if key not in _REQUEST_KEYS}
         if np.ndim(data.get("state", ())) > 1:
             raise ValueError("An observation is of one robot; its state has a batch axis.")
@@ -124,7 +123,7 @@ class Policy:
         return seen
 
     def _checked_rtc(self, rtc: Any) -> dict[str, Any]:
-        """A request for real-time chunking: the old chunk from now on, and two numbers of steps."""
+        """Check a request for real-time chunking: the old chunk from now on, and two counts."""
         if not self.model.config.denoises:
             family = self.model.config.family
             raise ValueError(f"Real-time chunking needs a flow model; this one is {family}.")
@@ -147,7 +146,7 @@ class Policy:
         return {"previous_chunk": previous, **steps}
 
     def _committed(self, previous: np.ndarray) -> np.ndarray:
-        """The old chunk from now on, in the robot's space, repeated at its end to a full chunk.
+        """Return the old chunk from now on, its last action repeated to the length of a chunk.
 
         As actions of this observation it passes through the same transforms as recorded ones, so
         that delta actions become relative to the new state.

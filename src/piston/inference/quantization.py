@@ -1,8 +1,8 @@
 """Weights and activations in eight bits, for CPUs.
 
-Each row of a weight matrix and each token's activation get a scale of their own, so that one large
-number spoils only its own row. Products are exact in integers. Norms, embeddings, attention and the
-small maps of the suffix stay as they are.
+Each row of a weight matrix and each token's activation have a scale of their own, so that one large
+number costs precision only in its own row. Products are exact in integers. Norms, embeddings,
+attention and the small maps of the suffix stay as they are.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Int8Linear(nn.Module):
 
 
 class _Product(torch.autograd.Function):
-    """Rounding has no slope: backwards the map counts as the linear one that it stands for.
+    """The gradient is that of the linear map without rounding, which has none itself.
 
     Real-time chunking differentiates through the network.
     """
@@ -74,6 +74,6 @@ def quantize_for_inference(model: nn.Module) -> None:
 
 
 def _quantize(x: Float[Tensor, "r i"]) -> tuple[Int8[Tensor, "r i"], Float[Tensor, "r 1"]]:
-    """Whole numbers and the scale of each row: x ≈ whole · scale."""
+    """Return whole numbers and the scale of each row: x ≈ whole · scale."""
     scale = x.abs().amax(dim=1, keepdim=True).clamp_(min=torch.finfo(x.dtype).tiny) / _LARGEST
     return (x / scale).round_().to(torch.int8), scale

@@ -1,8 +1,8 @@
-"""What a served robot saw and was told to do, as a LeRobot data set: to look at and to train on.
+"""Record what a server is asked and answers, as a LeRobot data set.
 
 Each inference becomes one frame: the observation under `observation.…`, the first action of the
-chunk under `action` and the whole of it under `action_chunk`. A new sentence, or a pause, begins a
-new episode. Made for one robot: frames of several would be mixed up.
+chunk under `action` and the whole of it under `action_chunk`. A new prompt, or a pause, begins a
+new episode. Made for one robot: the frames of several would be mixed.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from piston.transforms.images import to_uint8_hwc
 
 logger = logging.getLogger(__name__)
 
-# A robot that asks for nothing for so many seconds has ended its episode.
+# An episode ends if no request comes for this many seconds.
 _PAUSE = 5.0
 _NO_PROMPT = "no prompt given"
 
 
 class RecordingPolicy:
-    """A policy that writes down what passes through it; call `close` to finish the last episode."""
+    """A policy that records its requests and answers; `close` finishes the last episode."""
 
     def __init__(
         self,

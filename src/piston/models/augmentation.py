@@ -1,8 +1,8 @@
-"""Random views of the images, for training π0 and π0.5 only: every sample draws its own numbers.
+"""Random changes of the images for training; every sample draws its own numbers.
 
-Cameras that look at the scene are cropped to 95 % (and resized back) and turned by up to 5°; wrist
+Cameras that look at the scene are cropped to 95 % (and resized back) and rotated by up to 5°; wrist
 cameras move with the arm and keep their geometry. Brightness, contrast and saturation change for
-all. Runs on the observation's device, on whole batches. Never used at inference or by π0-FAST.
+all. Runs on the observation's device, on whole batches.
 
 Dims: b batch, c cameras, h height, w width.
 """
@@ -32,12 +32,12 @@ Views = Float[Tensor, "b c 6"]
 
 
 def draw(batch_size: int, num_cameras: int, generator: torch.Generator | None = None) -> Views:
-    """The numbers of one batch's views. They do not depend on which cameras are present."""
+    """Draw the numbers of one batch. They do not depend on which cameras are present."""
     return 2 * torch.rand(batch_size, num_cameras, 6, generator=generator) - 1
 
 
 def augment(observation: Observation, views: Views) -> Observation:
-    """The observation with changed float images in [−1, 1]; absent cameras' images are grey."""
+    """Return it with changed float images in [−1, 1]; the images of absent cameras are grey."""
     images = {}
     # By name, so that the order in which a batch names its cameras does not matter.
     for place, camera in enumerate(sorted(observation.images)):
@@ -58,7 +58,7 @@ def _augment_camera(image: Image, numbers: Float[Tensor, "b 6"], moves: bool) ->
 
 
 def _crop_and_turn(pixels: Pixels, numbers: Float[Tensor, "b 3"]) -> Pixels:
-    """Both in one resampling. Coordinates are in pixels from the centre of the image."""
+    """Do both in one resampling. Coordinates are in pixels from the centre of the image."""
     height, width = pixels.shape[1:3]
     angle, shift_y, shift_x = numbers.T[..., None, None]
     cos, sin = (angle * _MAX_ANGLE).cos(), (angle * _MAX_ANGLE).sin()

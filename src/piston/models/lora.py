@@ -1,7 +1,5 @@
 """Low-rank adapters beside frozen matrices, and the choice of which parameters to freeze.
 
-Knows linear maps and parameter names; knows nothing of experts, attention or training.
-
 An adapted linear map of weight W (out × in) holds two more parameters in g groups of equal output:
 
     lora_a  (g, r, in)         lora_b  (g, out / g, r)
@@ -68,7 +66,7 @@ class LoRALinear(Linear):
 
     @torch.no_grad()
     def merged(self) -> Linear:
-        """A plain linear map that computes the same, sharing the (now changed) weight."""
+        """Return a plain linear map that computes the same, with this (now changed) weight."""
         correction = torch.matmul(self.lora_b.float(), self.lora_a.float()).flatten(0, 1)
         self.weight.copy_(self.weight.float() + self.scale * correction)
         plain = Linear(self.in_features, self.out_features, bias=False, device="meta")
@@ -79,7 +77,7 @@ class LoRALinear(Linear):
 def make_linear(
     in_features: int, out_features: int, lora: LoRA | None = None, groups: int = 1
 ) -> Linear:
-    """A linear map without bias, adapted if `lora` says how."""
+    """Return a linear map without bias, with an adapter if `lora` is given."""
     if lora is None:
         return Linear(in_features, out_features, bias=False)
     return LoRALinear(in_features, out_features, lora, groups)
@@ -97,7 +95,7 @@ def merge_adapters(model: nn.Module) -> None:
 
 
 def without_adapters(config: Config) -> Config:
-    """The same configuration with plain experts."""
+    """Return the configuration with plain experts."""
     changes = {}
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         value = getattr(config, field.name)
@@ -107,7 +105,7 @@ def without_adapters(config: Config) -> Config:
 
 
 def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The adapters alone, under their names in the whole model."""
+    """Return the adapters alone, under their names in the whole model."""
     return {name: value for name, value in model.state_dict().items() if is_adapter(name)}
 
 
@@ -136,9 +134,9 @@ def is_adapter(name: str) -> bool:
 
 
 def matching_parameters(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
-    """Names that some pattern matches and no `!pattern` excepts: `("vlm.*", "!*lora*")`.
+    """Return names that a pattern matches and no `!pattern` excepts: `("vlm.*", "!*lora*")`.
 
-    A pattern that matches no name at all is an error: it would silently do nothing.
+    Raise ValueError for a pattern that matches no name: it would silently do nothing.
     """
     names = list(names)
     matched: set[str] = set()

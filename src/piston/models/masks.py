@@ -1,6 +1,6 @@
-"""Who sees whom, and where each token stands.
+"""Attention masks and positions.
 
-A token may "start a block". Token i sees token j when j's block is not after i's and both are
+A token may start a block. Token i attends to token j if j's block is not after i's and both are
 valid. π0, with one token per group:
 
               images prompt state actions
@@ -8,8 +8,6 @@ valid. π0, with one token per group:
     prompt       ■      ■     ·      ·
     state        ■      ■     ■      ·      the state starts a block
     actions      ■      ■     ■      ■      the first action starts another
-
-Knows validity and blocks; knows nothing of what the tokens hold.
 
 Dims: b batch, t tokens, p prefix tokens, s suffix tokens.
 """
@@ -26,26 +24,26 @@ from torch import Tensor
 def block_mask(
     valid: Bool[Tensor, "b t"], starts_block: Bool[Tensor, "#b t"] | Int[Tensor, "#b t"]
 ) -> Bool[Tensor, "b t t"]:
-    """mask[b, i, j]: token i sees token j."""
+    """Return mask[b, i, j]: whether token i attends to token j."""
     block = starts_block.long().cumsum(-1)
     earlier = block[:, None, :] <= block[:, :, None]
     return earlier & valid[:, None, :] & valid[:, :, None]
 
 
 def positions(valid: Bool[Tensor, "b t"]) -> Int[Tensor, "b t"]:
-    """The number of valid tokens before each token; meaningless where it is not valid."""
+    """Return the number of valid tokens before each token; meaningless where it is not valid."""
     return valid.long().cumsum(-1) - 1
 
 
 def left_aligned(lengths: Int[Tensor, " b"], size: int) -> Bool[Tensor, "b t"]:
-    """True for the first `lengths[b]` of `size` tokens."""
+    """Return True for the first `lengths[b]` of `size` tokens."""
     return torch.arange(size, device=lengths.device) < lengths[:, None]
 
 
 def padding_mask(lengths: Int[Tensor, " b"] | None, size: int) -> Bool[Tensor, "b 1 t"] | None:
-    """Keys that a left-aligned row of one block sees. Without lengths every row is full: None.
+    """Return the keys that a left-aligned row of one block attends to; None: all rows are full.
 
-    A row without any token sees its first padding, so that its unused result is finite.
+    A row without any token attends to its first padding, so that its unused output is finite.
     """
     return None if lengths is None else left_aligned(lengths.clamp(min=1), size)[:, None]
 
@@ -55,7 +53,7 @@ def suffix_mask(
     prefix_size: int,
     starts_block: Bool[Tensor, " s"],
 ) -> Bool[Tensor, "#b s t"]:
-    """What suffix tokens see of a left-aligned prefix and of themselves.
+    """Return what suffix tokens attend to in a left-aligned prefix and among themselves.
 
     Without lengths every prefix is full and one mask serves all rows.
     """
@@ -68,9 +66,9 @@ def suffix_mask(
 
 
 def draw(groups: Sequence[tuple[str, bool]], causal: Sequence[str] = ()) -> str:
-    """The block mask as text, one row and column per group of tokens: (name, starts a block).
+    """Return the mask as text, one row and column per group of tokens: (name, starts a block).
 
-    ■ sees, · does not see, ◣ sees itself and what came before it within a causal group.
+    ■ attends, · does not, ◣ attends to itself and to what came before it in a causal group.
     """
     valid = torch.ones(1, len(groups), dtype=torch.bool)
     mask = block_mask(valid, torch.tensor([[starts for _, starts in groups]]))[0].tolist()

@@ -2,7 +2,7 @@
 
 π0 and π0.5 differ here and nowhere else: `TokenSuffix` gives the state a token and mixes time into
 every action token; `AdaptiveSuffix` has action tokens only and hands time to the expert's norms.
-Both are small and stay in float32. Knows one sample's numbers; knows nothing of attention.
+Both are small and stay in float32.
 
 Dims: b batch, k times, h horizon, a action dim, d width of the action expert, s suffix tokens.
 """
@@ -21,7 +21,7 @@ _MIN_PERIOD, _MAX_PERIOD = 4e-3, 4.0
 
 
 def embed_time(time: Float[Tensor, " k"], width: int) -> Float[Tensor, "k d"]:
-    """Sines, then cosines, of geometrically spaced periods."""
+    """Return sines, then cosines, of time with geometrically spaced periods."""
     # float64: with a period of 4e-3, float32 angles would already cost four digits.
     fraction = torch.linspace(0, 1, width // 2, dtype=torch.float64, device=time.device)
     period = _MIN_PERIOD * (_MAX_PERIOD / _MIN_PERIOD) ** fraction
@@ -32,7 +32,7 @@ def embed_time(time: Float[Tensor, " k"], width: int) -> Float[Tensor, "k d"]:
 class TokenSuffix(nn.Module):
     """π0: one state token, then the actions, each mixed with time."""
 
-    # Whether some suffix token must not see another one.
+    # Whether the suffix is more than one block of the attention mask.
     has_blocks = True
 
     def __init__(self, config: Pi0Config) -> None:
@@ -52,11 +52,11 @@ class TokenSuffix(nn.Module):
             )
 
     def starts_block(self, device: torch.device) -> Bool[Tensor, " s"]:
-        """The state starts a block and the first action another."""
+        """Return which tokens start a block: the state and the first action."""
         return torch.arange(self.horizon + 1, device=device) < 2
 
     def condition(self, time: Float[Tensor, " k"]) -> Float[Tensor, "k d"]:
-        """Time's share of `time_action_in`: it does not depend on the actions."""
+        """Return the part of `time_action_in` that depends on time alone."""
         weight = self.time_action_in.weight[:, self.width :]
         return nn.functional.linear(embed_time(time, self.width), weight, self.time_action_in.bias)
 
@@ -86,10 +86,10 @@ class AdaptiveSuffix(nn.Module):
         self.action_out = nn.Linear(self.width, config.action_dim)
 
     def check_state(self, state: Float[Tensor, "b a"]) -> None:
-        """Any will do: the prompt says it."""
+        """Accept any state: the model reads it from the prompt."""
 
     def starts_block(self, device: torch.device) -> Bool[Tensor, " s"]:
-        """The actions are one block."""
+        """Return which tokens start a block: the first action."""
         return torch.arange(self.horizon, device=device) < 1
 
     def condition(self, time: Float[Tensor, " k"]) -> Float[Tensor, "k d"]:

@@ -1,7 +1,6 @@
-"""Several processes as one run: started by torchrun, one node or many.
+"""Several processes as one run, started by torchrun on one node or many: groups, DDP, FSDP.
 
-Everything distributed is here; models, step and loop only ask how many there are and which one
-this is. With one process nothing of this is active.
+Models know nothing of it. With one process nothing of it is active.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Processes:
     rank: int
     world_size: int
     device: torch.device
-    # For what is not part of a step: it waits longer, and a thread may use it beside training.
+    # For saving: it has a longer timeout, and a thread may use it beside training.
     patient_group: Any = None
 
     @property
@@ -59,7 +58,7 @@ class Processes:
         return self.sum(float(flag))[0] > 0
 
     def from_first(self, find: Callable[[], T]) -> T:
-        """What the first process finds, on all of them."""
+        """Return on all processes what `find` returns on the first."""
         found: list[Any] = [find() if self.is_first else None]
         if self.world_size > 1:
             dist.broadcast_object_list(found, src=0, group=self.patient_group)
@@ -72,7 +71,7 @@ class Processes:
 
 @contextmanager
 def join_processes(config: TrainConfig) -> Iterator[Processes]:
-    """Together with the others that torchrun started, if any."""
+    """Join the other processes that torchrun started, if any."""
     world_size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     _check(config, world_size)
     has_gpu = torch.cuda.is_available()
@@ -89,11 +88,11 @@ def join_processes(config: TrainConfig) -> Iterator[Processes]:
     try:
         yield processes
     finally:
-        # gloo's threads need Python for a moment after a sum. A group that is freed just then
-        # waits for them while they wait for Python.
+        # gloo's threads need Python's lock for a moment after a sum. A group that is freed just
+        # then waits for them while they wait for the lock.
         time.sleep(0.2)
-    # Not after an error: to take leave of processes that are in the midst of a step may take for
-    # ever, while torchrun ends them as soon as this one has ended.
+    # Not after an error: the other processes may be within a step, so this could wait for ever.
+    # torchrun ends them as soon as this process has ended.
     dist.destroy_process_group()
 
 
@@ -177,10 +176,10 @@ class _TrainingLosses(nn.Module):
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor of which this process may hold a part; every process must ask."""
+    """Return all of a tensor of which this process may hold a shard; all processes must call it."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's part, sharing its memory."""
+    """Return this process's shard, sharing its memory."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
