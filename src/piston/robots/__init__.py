@@ -56,8 +56,9 @@ class RobotInputs:
             )
 
     def __call__(self, data: Data) -> Data:
+        images = self._images(data)  # first: cameras tell best which robot sent the observation
         state = self._state(data)
-        pixels = self._pixels(data, state.shape[:-1])
+        pixels = self._pixels(images, state.shape[:-1])
         seen = {
             "image": pixels,
             "image_mask": {slot: np.ones(state.shape[:-1], bool)[()] for slot in pixels},
@@ -99,8 +100,8 @@ class RobotInputs:
             raise ValueError(f"{self.name}: the shapes are {shapes}; their batch axes must agree.")
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
 
-    def _pixels(self, data: Data, leading: tuple[int, ...]) -> dict[str, np.ndarray]:
-        """Return the images by the model's slots. An image of an unknown camera is an error."""
+    def _images(self, data: Data) -> Data:
+        """Return the images under the robot's names; raise ValueError for an unknown camera."""
         images = data if self.images is None else require_mapping(data, self.images, self.name)
         known = {*self.cameras, *self.unused}
         # Among the robot's other keys, an image is what looks like one.
@@ -110,6 +111,10 @@ class RobotInputs:
                 f"{self.name}: camera {listed(unknown)} is not expected; this robot has "
                 f"{listed(known)}. Leave it out, or map it to a slot of the model in `cameras`."
             )
+        return images
+
+    def _pixels(self, images: Data, leading: tuple[int, ...]) -> dict[str, np.ndarray]:
+        """Return the images by the model's slots."""
         pixels = {}
         for name, slot in self.cameras.items():
             if name in self.optional and name not in images:
