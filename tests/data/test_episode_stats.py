@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from piston.data.episode_stats import (
+from piston.data.features import (
     NUM_BINS,
     QUANTILES,
     column_stats,

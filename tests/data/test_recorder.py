@@ -1,9 +1,11 @@
 """Recording: files as LeRobot writes them, and back again unchanged."""
 
 import contextlib
+import functools
 import json
 import logging
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from piston.data import check_dataset, open_dataset
-from piston.data.encoding import VideoEncoding, VideoThread
+from piston.data.encoding import CameraThread, VideoEncoding, encode_video
 from piston.data.features import FrameError
 from piston.data.recorder import Recorder
 
@@ -49,14 +51,19 @@ def test_round_trip(tmp_path: Path, codec: str) -> None:
 
 @pytest.mark.skipif(not THREADS.is_dir(), reason="only Linux lists a program's threads in /proc")
 def test_an_encoder_does_not_take_the_processors_from_the_robots_control(tmp_path: Path) -> None:
-    camera = VideoThread("top", tmp_path / "a.mp4", FPS, [64, 64, 3], VideoEncoding("av1"))
+    encoding = VideoEncoding("av1")
+    encode = functools.partial(encode_video, path=tmp_path / "a.mp4", fps=FPS, encoding=encoding)
+    camera = CameraThread("top", encode)
     for _ in range(3):
         camera.add(np.zeros((64, 64, 3), np.uint8))
-    camera.finish()
+    while len(camera.histograms) < 3:  # the encoder has taken all frames and is still open
+        assert camera._thread.is_alive()
+        time.sleep(0.01)
     found = []
     for thread in THREADS.iterdir():
         with contextlib.suppress(ProcessLookupError):  # one of an earlier test has ended
             found.append(os.sched_getscheduler(int(thread.name)))
+    camera.finish()
     assert len(found) > 10  # those of the encoder, which live as long as it
     assert not set(found) & {os.SCHED_FIFO, os.SCHED_RR}
 

@@ -7,8 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from piston.data.mp4 import CutFileError, read_header
-from piston.data.video import VideoError, VideoReader, VideoReaders
+from piston.data.video import VideoError, VideoReader, VideoReaders, read_header
 
 from .synthetic import ENCODERS, FPS, Folder, decode_in_order, picture, write_video
 
@@ -155,8 +154,7 @@ def test_a_cut_file_is_seen_in_its_header(video, tmp_path, keep):
     data = video[0].read_bytes()
     path = tmp_path / "cut.mp4"
     path.write_bytes(data[: int(len(data) * keep)])
-    with pytest.raises(CutFileError, match="cut|empty"):
-        read_header(path)
+    assert read_header(path).startswith(("is cut: ", "is empty"))
 
 
 def test_another_format_has_no_header(tmp_path):

@@ -1,8 +1,8 @@
 """LeRobot data sets: reading, checking, writing, loading in batches, statistics.
 
 `format` reads what a folder declares, `columns` and `video` read its files, `check` finds what is
-wrong, `dataset` is the open data set, and `pipeline` makes it what the model sees. `recorder`,
-`convert` and `aloha_hdf5` make new sets, which `writer` stores episode by episode.
+wrong, `dataset` is the open data set, and `pipeline` makes it what the model sees. `recorder` and
+`convert` make new sets, which `writer` stores episode by episode.
 """
 
 from piston.data.check import check_dataset

@@ -32,16 +32,21 @@ from piston.data.format import (
     list_files,
     locate,
 )
-from piston.data.mp4 import CutFileError, VideoHeader, read_header
-from piston.data.video import TOLERANCE_S, VideoError, VideoReader, num_usable_cpus
+from piston.data.video import (
+    TOLERANCE_S,
+    Header,
+    VideoError,
+    VideoHeader,
+    VideoReader,
+    num_usable_cpus,
+    read_header,
+)
 from piston.progress import Progress, no_progress
 from piston.suggestions import did_you_mean
 
 BLACK = 20  # the brightest gray value of a frame that shows nothing (video black is 16)
 STOPS = "training stops there; leave out the episode (--data.episodes '!N') or write it again"
 TIME_TOLERANCE_S = 1e-3  # recorded times are informative only: frames are found by number
-
-Header = VideoHeader | str | None  # what is wrong if a text, None if the file does not say
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +95,7 @@ def inspect_files(
     spans = [(e, c, e.videos[c]) for e in episodes for c in chosen if c in e.videos]
     paths = list(dict.fromkeys(span.path for _, _, span in spans))
     with ThreadPoolExecutor(min(8, 2 * num_usable_cpus())) as pool:
-        headers = dict(zip(paths, pool.map(lambda path: _header(metadata.root / path), paths)))
+        headers = dict(zip(paths, pool.map(lambda path: read_header(metadata.root / path), paths)))
     for episode, camera, span in spans:
         if what := _damage(headers[span.path], span.start, episode.length, metadata, tolerance_s):
             problems.append(episode_problem(episode.index, f"{span.path}: {what}", camera))
@@ -171,26 +176,19 @@ def _shared_frames(metadata: Metadata, cameras: Iterable[str]) -> Iterator[Probl
                 last = max(last, episode, key=end)  # the one that ends last
 
 
-def _header(path: Path) -> Header:
-    try:
-        return read_header(path)
-    except CutFileError as error:
-        return str(error)
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"
-
-
 def _damage(
     header: Header, start: float, length: int, metadata: Metadata, tolerance_s: float
 ) -> str | None:
     """Return what keeps an episode from being read from a video file."""
     if header is None or isinstance(header, str):
         return header
-    if header.spacing and header.drift(metadata.fps, length) > tolerance_s:
-        return (
-            f"has {1 / header.spacing:.6g} frames per second, declared are {metadata.fps:g}: which "
-            "frame belongs to which row is unknown"
-        )
+    if header.spacing:
+        error = abs(header.spacing - 1 / metadata.fps) - header.resolution
+        if (length - 1) * error > tolerance_s:  # of the last frame's time
+            return (
+                f"has {1 / header.spacing:.6g} frames per second, declared are {metadata.fps:g}: "
+                "which frame belongs to which row is unknown"
+            )
     needed = round(start * metadata.fps) + length
     if header.num_frames < needed:
         return f"has {header.num_frames} frames, {needed} are needed"

@@ -278,8 +278,8 @@ class ImageRows:
         return ImageRows, (self._root, self._max_bytes)
 
 
-def decode_image(cell: Any, root: Path) -> UInt8[np.ndarray, "h w 3"]:
-    """Decode a cell as the Hugging Face libraries write it: {bytes, path}, or the bytes alone."""
+def image_bytes(cell: Any, root: Path) -> bytes:
+    """Return the content of a cell as Hugging Face writes it: {bytes, path}, or the bytes alone."""
     data, name = (cell.get("bytes"), cell.get("path")) if isinstance(cell, dict) else (cell, None)
     if data is None and name is not None:
         try:
@@ -288,6 +288,11 @@ def decode_image(cell: Any, root: Path) -> UInt8[np.ndarray, "h w 3"]:
             raise ValueError(f"the image {name} cannot be read: {error.strerror}") from None
     if data is None:
         raise ValueError("the row has no image")
+    return data
+
+
+def decode_image(cell: Any, root: Path) -> UInt8[np.ndarray, "h w 3"]:
+    data = image_bytes(cell, root)
     try:
         with PIL.Image.open(io.BytesIO(data)) as image:
             if image.mode not in _IMAGE_MODES:

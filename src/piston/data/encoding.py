@@ -4,14 +4,16 @@ The queue between the recording loop and a thread is bounded: when encoding cann
 waits instead of filling memory. Where files end up is left to `writer`.
 """
 
-import abc
 import contextlib
 import dataclasses
 import io
+import itertools
+import logging
 import os
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -21,11 +23,15 @@ import numpy as np
 from jaxtyping import Float, UInt8
 from PIL import Image
 
-from piston.data.episode_stats import frame_histogram
+from piston.data.features import frame_histogram
+
+logger = logging.getLogger(__name__)
 
 ENCODERS = {"av1": "libsvtav1", "h264": "libx264"}
 QUEUE_FRAMES = 32
 _THREADS = Path("/proc/self/task")
+
+Images = Iterator[UInt8[np.ndarray, "h w 3"]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,20 +47,24 @@ class VideoEncoding:
     preset: int | str = 12
     pix_fmt: str = "yuv420p"
 
-    @staticmethod
-    def named(codec: "str | VideoEncoding") -> "VideoEncoding":
-        """Return the usual settings of "av1" (small files) or "h264" (least CPU time)."""
+    @classmethod
+    def choose(cls, codec: "str | VideoEncoding | None") -> "VideoEncoding":
+        """Return the usual settings of "av1" (small files) or "h264" (least CPU time).
+
+        The default is AV1, or H.264 with a warning if PyAV cannot encode AV1.
+        """
         if isinstance(codec, VideoEncoding):
             return codec
-        if codec == "h264":
-            return VideoEncoding("h264", crf=20, preset="ultrafast")
-        return VideoEncoding(codec)
+        if codec is None and ENCODERS["av1"] not in av.codecs_available:
+            logger.warning("this build of PyAV has no AV1 encoder: videos will be H.264")
+            codec = "h264"
+        return cls("h264", crf=20, preset="ultrafast") if codec == "h264" else cls(codec or "av1")
 
     def check(self, camera: str, height: int, width: int) -> None:
         """Raise ValueError if PyAV lacks the encoder or images of this size cannot be encoded."""
         if self.codec not in ENCODERS:
             raise ValueError(f"codec {self.codec!r} is not one of {', '.join(ENCODERS)}")
-        if not encoder_available(self.codec):
+        if ENCODERS[self.codec] not in av.codecs_available:
             raise ValueError(
                 f"codec {self.codec!r}: this build of PyAV has no {ENCODERS[self.codec]} encoder. "
                 "Choose the other of av1 and h264, or install PyAV from its binary wheels"
@@ -64,12 +74,6 @@ class VideoEncoding:
                 f"{camera!r}: {self.pix_fmt} video needs an even height and width, found "
                 f'{height}x{width}. Crop or pad by one pixel, or record with dtype "image"'
             )
-
-    def options(self) -> dict[str, str]:
-        """Return the options of the encoder."""
-        options = {"g": str(self.g), "crf": str(self.crf), "preset": str(self.preset)}
-        # Without B-frames, x264 returns frames in the order of their times.
-        return options | ({"bf": "0"} if self.codec == "h264" else {})
 
     def describe(self) -> dict[str, Any]:
         """Return the encoder's part of a video feature's "info", as LeRobot v3.0 writes it."""
@@ -83,18 +87,16 @@ class VideoEncoding:
         }
 
 
-def encoder_available(codec: str) -> bool:
-    return ENCODERS[codec] in av.codecs_available
-
-
-class CameraThread(abc.ABC):
-    """Encodes the frames of one camera during one episode and counts their histograms.
+class CameraThread:
+    """Runs `encode` on the frames of one camera during one episode and counts their histograms.
 
     An error inside the thread is raised by the next `add` or by `finish`.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, encode: Callable[[Images], Any]) -> None:
         self.histograms: list[np.ndarray] = []
+        self._encode = encode
+        self._encoded: Any = None
         self._queue: queue.Queue[np.ndarray | None] = queue.Queue(maxsize=QUEUE_FRAMES)
         self._error: BaseException | None = None
         self._cancelled = False
@@ -103,106 +105,76 @@ class CameraThread(abc.ABC):
         self._thread.start()
 
     def add(self, image: UInt8[np.ndarray, "h w 3"]) -> None:
-        self._raise_error()
+        if self._error is not None:
+            raise self._error
         self._queue.put(image)
 
-    def finish(self) -> None:
-        """Wait until every frame is written."""
+    def finish(self) -> Any:
+        """Wait until every frame is encoded, and return what `encode` returned."""
         self._queue.put(None)
         self._thread.join()
-        self._raise_error()
+        if self._error is not None:
+            raise self._error
+        return self._encoded
 
     def cancel(self) -> None:
-        """Stop and keep nothing."""
+        """Stop without encoding the frames that are waiting."""
         self._cancelled = True
         self._queue.put(None)
         self._thread.join()
 
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
-
     def _run(self) -> None:
         try:
-            while (image := self._queue.get()) is not None:
-                if not self._cancelled:
-                    self._write(image)
-                    self.histograms.append(frame_histogram(image))
-            self._close()
+            self._encoded = self._encode(self._images())
+        except CancelledError:
+            pass
         except BaseException as error:
             self._error = error
             # Keep taking frames, or the recording loop would wait for ever on a full queue.
             while self._queue.get() is not None:
                 pass
 
-    @abc.abstractmethod
-    def _write(self, image: UInt8[np.ndarray, "h w 3"]) -> None: ...
+    def _images(self) -> Images:
+        while (image := self._queue.get()) is not None:
+            if not self._cancelled:
+                yield image
+                self.histograms.append(frame_histogram(image))
+        if self._cancelled:
+            raise CancelledError
 
-    @abc.abstractmethod
-    def _close(self) -> None: ...
 
-
-class PngThread(CameraThread):
-    """Encodes frames losslessly as PNG, for features stored inside the data files."""
-
-    def __init__(self, name: str) -> None:
-        self.images: list[bytes] = []
-        super().__init__(name)
-
-    def _write(self, image: UInt8[np.ndarray, "h w 3"]) -> None:
+def encode_png(images: Images) -> list[bytes]:
+    """Encode losslessly, for features stored inside the data files."""
+    encoded = []
+    for image in images:
         buffer = io.BytesIO()
         Image.fromarray(image).save(buffer, format="PNG", compress_level=1)
-        self.images.append(buffer.getvalue())
-
-    def _close(self) -> None:
-        pass
+        encoded.append(buffer.getvalue())
+    return encoded
 
 
-class VideoThread(CameraThread):
-    """Encodes frames into one mp4 at `path`, frame i at exactly i / fps seconds."""
-
-    def __init__(
-        self, name: str, path: Path, fps: float, shape: Sequence[int], encoding: VideoEncoding
-    ) -> None:
-        self.path = path
-        # Encoders take a fraction; 30000 / 1001 stays exact.
-        self._fps = Fraction(fps).limit_denominator(10_000)
-        self._height, self._width = shape[:2]
-        self._encoding = encoding
-        self._container: av.container.OutputContainer | None = None
-        super().__init__(name)
-
-    def cancel(self) -> None:
-        super().cancel()
-        self.path.unlink(missing_ok=True)
-
-    def _open(self) -> av.container.OutputContainer:
-        # SVT-AV1 prints two dozen lines per file unless this variable says otherwise.
-        os.environ.setdefault("SVT_LOG", "1")
-        container = av.open(str(self.path), "w", format="mp4")
-        name, options = ENCODERS[self._encoding.codec], self._encoding.options()
-        stream = container.add_stream(name, rate=self._fps, options=options)
+def encode_video(images: Images, path: Path, fps: float, encoding: VideoEncoding) -> Path:
+    """Write one mp4, frame i at exactly i / fps seconds, and return its path."""
+    # SVT-AV1 prints two dozen lines per file unless this variable says otherwise.
+    os.environ.setdefault("SVT_LOG", "1")
+    rate = Fraction(fps).limit_denominator(10_000)  # encoders take a fraction
+    options = {name: str(getattr(encoding, name)) for name in ("g", "crf", "preset")}
+    if encoding.codec == "h264":
+        options["bf"] = "0"  # without B-frames, x264 returns frames in the order of their times
+    first = next(images)
+    with av.open(str(path), "w", format="mp4") as container:
+        stream = container.add_stream(ENCODERS[encoding.codec], rate=rate, options=options)
         assert isinstance(stream, av.VideoStream)  # for mypy: both encoders make video
-        stream.height, stream.width = self._height, self._width
-        stream.pix_fmt = self._encoding.pix_fmt
-        stream.codec_context.time_base = 1 / self._fps
-        self._container, self._stream = container, stream
-        return container
-
-    def _write(self, image: UInt8[np.ndarray, "h w 3"]) -> None:
-        frame = av.VideoFrame.from_ndarray(image, format="rgb24")
-        frame.pts, frame.time_base = len(self.histograms), 1 / self._fps
-        if self._container is not None:
-            self._container.mux(self._stream.encode(frame))
-        else:
-            with priority_kept():
-                self._open().mux(self._stream.encode(frame))
-
-    def _close(self) -> None:
-        if self._container is not None:
-            with contextlib.closing(self._container):
-                if not self._cancelled:
-                    self._container.mux(self._stream.encode(None))
+        stream.height, stream.width = first.shape[:2]
+        stream.pix_fmt = encoding.pix_fmt
+        stream.codec_context.time_base = 1 / rate
+        for number, image in enumerate(itertools.chain([first], images)):
+            frame = av.VideoFrame.from_ndarray(image, format="rgb24")
+            frame.pts, frame.time_base = number, 1 / rate
+            with priority_kept() if number == 0 else contextlib.nullcontext():
+                container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return path
 
 
 @contextlib.contextmanager
@@ -236,10 +208,10 @@ def probe_video(path: Path, fps: float) -> tuple[dict[str, Any], Float[np.ndarra
         with av.open(str(path)) as container:
             stream = container.streams.video[0]
             context = stream.codec_context
-            packets = [packet for packet in container.demux(stream) if packet.dts is not None]
-            if stream.time_base is None or not packets:
+            times = [packet.pts for packet in container.demux(stream) if packet.dts is not None]
+            if stream.time_base is None or not times:
                 raise ValueError(f"{path} holds no video frames")
-            if any(packet.pts is None for packet in packets):
+            if None in times:
                 raise ValueError(f"{path}: its frames have no times")
             info = {
                 "video.height": context.height,
@@ -250,6 +222,6 @@ def probe_video(path: Path, fps: float) -> tuple[dict[str, Any], Float[np.ndarra
                 "video.channels": 3,
                 "has_audio": bool(container.streams.audio),
             }
-            return info, np.sort([float((p.pts or 0) * stream.time_base) for p in packets])
+            return info, np.sort(np.array(times, np.float64)) * float(stream.time_base)
     except (av.FFmpegError, IndexError) as error:
         raise ValueError(f"{path} is not a readable video: {error}") from error

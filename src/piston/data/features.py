@@ -1,15 +1,31 @@
-"""Declare the features of a data set to record, and check frames against them."""
+"""The features of a data set to write: declaration, check of frames, Arrow columns, statistics.
 
-from collections.abc import Mapping
+Statistics of episodes describe a data set to other tools, as LeRobot's metadata holds them.
+Training uses norm stats, which are computed after the robot's transforms (see `statistics`).
+
+Columns: min, max, mean, std, count and quantiles per dimension. Quantiles follow LeRobot: the range
+is divided into 5,000 equal bins and the value is interpolated within its bin.
+
+Images: per channel, scaled to 0..1, over a sample of the frames (see `sampled_frames`); images of
+300 pixels or more are thinned to about 150. The sample depends on the length of the episode, which
+is not known while recording, so a histogram of every frame is kept.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+from jaxtyping import Float, Int, Shaped, UInt8
 
 from piston.data.format import DERIVED
 
-# One entry of "features" in info.json: {"dtype": ..., "shape": [...], "names": ...}
-FeatureEntry = dict[str, Any]
-Features = dict[str, FeatureEntry]
+# "features" of info.json: {"dtype": ..., "shape": [...], "names": ...} by name
+Features = dict[str, dict[str, Any]]
+# The statistics of one feature by name: "mean", "q01", ...
+FeatureStats = dict[str, np.ndarray]
+EpisodeStats = dict[str, FeatureStats]
 
 NUMERIC_DTYPES = (
     *("float16", "float32", "float64", "bool"),
@@ -17,15 +33,18 @@ NUMERIC_DTYPES = (
 )
 IMAGE_DTYPES = ("video", "image")
 IMAGE_NAMES = ["height", "width", "channels"]
-
-# Columns that the recorder fills in itself, in LeRobot's order.
+# Columns that the writer fills in itself, in LeRobot's order.
 BOOKKEEPING: Features = {
     key: {"dtype": "float32" if key == "timestamp" else "int64", "shape": [1], "names": None}
     for key in DERIVED
 }
+_CARRIED = ("info", "fps")  # LeRobot's own tools add these to an entry; they are kept, not used
 
-# LeRobot's own tools add these to an entry; they are kept, not used.
-_CARRIED = ("info", "fps")
+QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
+STAT_NAMES = ("min", "max", "mean", "std", "count", *QUANTILES)
+NUM_BINS = 5000
+# The range is widened by this much at both ends, so that the extreme values fall inside a bin.
+MARGIN = 1e-10
 
 
 class FrameError(ValueError):
@@ -36,56 +55,48 @@ def declare_features(features: Mapping[str, Mapping[str, Any]]) -> Features:
     """Return the entries of info.json, bookkeeping last. Raise ValueError if one is impossible."""
     declared: Features = {}
     for key, entry in features.items():
-        if key in BOOKKEEPING:
-            if _comparable(entry) != _comparable(BOOKKEEPING[key]):
-                raise ValueError(
-                    f"feature {key!r} is filled in by the recorder as {BOOKKEEPING[key]}, found "
-                    f"{dict(entry)}: remove it or choose another name"
-                )
-            continue
-        declared[key] = _declare(key, entry)
+        if key not in BOOKKEEPING:
+            declared[key] = _declare(key, entry)
+        elif frame_type(entry) != frame_type(BOOKKEEPING[key]):
+            raise ValueError(
+                f"feature {key!r} is filled in by the recorder as {BOOKKEEPING[key]}, found "
+                f"{dict(entry)}: remove it or choose another name"
+            )
     if not declared:
         raise ValueError("no features: declare at least one, such as 'observation.state'")
     return declared | {key: dict(entry) for key, entry in BOOKKEEPING.items()}
 
 
-def _declare(key: str, entry: Mapping[str, Any]) -> FeatureEntry:
+def _declare(key: str, entry: Mapping[str, Any]) -> dict[str, Any]:
     if not key or "/" in key:
         raise ValueError(f"feature name {key!r}: it must not be empty or contain '/' (use '.')")
-    unknown = set(entry) - {"dtype", "shape", "names", *_CARRIED}
-    if unknown or "dtype" not in entry or "shape" not in entry:
+    if set(entry) - {"dtype", "shape", "names", *_CARRIED} or not {"dtype", "shape"} <= set(entry):
         raise ValueError(
             f"feature {key!r} needs 'dtype' and 'shape', may have 'names'; found {sorted(entry)}"
         )
-    dtype, shape = entry["dtype"], [int(size) for size in entry["shape"]]
+    dtype, shape, names = entry["dtype"], [int(s) for s in entry["shape"]], entry.get("names")
     if dtype not in NUMERIC_DTYPES + IMAGE_DTYPES:
         allowed = ", ".join(IMAGE_DTYPES + NUMERIC_DTYPES)
         raise ValueError(f"feature {key!r}: dtype {dtype!r} is not one of {allowed}")
     if not 1 <= len(shape) <= 5 or min(shape) < 1:
         raise ValueError(f"feature {key!r}: shape {shape} needs one to five positive sizes")
-    names = entry.get("names")
     if dtype in IMAGE_DTYPES:
         if len(shape) != 3 or shape[2] != 3:
             raise ValueError(f"feature {key!r}: images are (height, width, 3), found shape {shape}")
         names = names or IMAGE_NAMES
     names = list(names) if isinstance(names, tuple) else names  # as JSON has them
-    declared: FeatureEntry = {"dtype": dtype, "shape": shape, "names": names}
-    return declared | {name: entry[name] for name in _CARRIED if name in entry}
+    carried = {name: entry[name] for name in _CARRIED if name in entry}
+    return {"dtype": dtype, "shape": shape, "names": names, **carried}
 
 
-def cameras(features: Features) -> list[str]:
-    """Return the features whose frames are in video files."""
-    return [key for key, entry in features.items() if entry["dtype"] == "video"]
+def frame_type(entry: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
+    """Return what decides which values fit a feature; names and video details may differ."""
+    return entry["dtype"], tuple(entry["shape"])
 
 
-def image_columns(features: Features) -> list[str]:
-    """Return the features whose frames are in the data files, as PNG."""
-    return [key for key, entry in features.items() if entry["dtype"] == "image"]
-
-
-def same_features(a: Features, b: Features) -> bool:
-    """Return whether frames for one match the other; names and video details may differ."""
-    return {k: _comparable(v) for k, v in a.items()} == {k: _comparable(v) for k, v in b.items()}
+def keys_of(features: Features, *dtypes: str) -> list[str]:
+    """Return the features of these types. "video": in files of their own, "image": PNG in rows."""
+    return [key for key, entry in features.items() if entry["dtype"] in dtypes]
 
 
 def check_frame(frame: Mapping[str, Any], features: Features) -> dict[str, np.ndarray]:
@@ -99,43 +110,171 @@ def check_frame(frame: Mapping[str, Any], features: Features) -> dict[str, np.nd
     return {key: _check_value(key, frame[key], features[key]) for key in expected}
 
 
-def _check_value(key: str, value: Any, entry: FeatureEntry) -> np.ndarray:
-    shape = tuple(entry["shape"])
-    if entry["dtype"] in IMAGE_DTYPES:
-        return _check_image(key, np.asarray(value), shape)
-    dtype = np.dtype(entry["dtype"])
+def _check_value(key: str, value: Any, entry: Mapping[str, Any]) -> np.ndarray:
+    is_image, shape = entry["dtype"] in IMAGE_DTYPES, tuple(entry["shape"])
+    dtype = np.dtype("uint8" if is_image else entry["dtype"])
+    array = np.asarray(value)
     if isinstance(value, bool | int | float) and shape == (1,):
         # A Python number has no dtype of its own: it only has to be one that the dtype can hold.
-        array = np.array([value])
         if not np.can_cast(array.dtype, dtype, casting="same_kind"):
             raise FrameError(f"{key!r}: found {value!r}, expected a {dtype} number")
-        array = array.astype(dtype)
-    else:
-        array = np.asarray(value)
+        array = array.astype(dtype).reshape(1)
+    what = f"{key!r}: {'image ' * is_image}"
     if array.dtype != dtype:
-        raise FrameError(
-            f"{key!r}: dtype is {array.dtype}, declared {dtype}. "
-            f"Convert it: .astype(np.{dtype.name})"
-        )
+        advice = "Images hold 0..255" if is_image else f"Convert it: .astype(np.{dtype.name})"
+        raise FrameError(f"{what}dtype is {array.dtype}, declared {dtype}. {advice}")
     if array.shape != shape:
-        raise FrameError(f"{key!r}: shape is {array.shape}, declared {shape}")
+        turned = is_image and array.ndim == 3 and (*array.shape[1:], array.shape[0]) == shape
+        advice = ". Channels go last: transpose(1, 2, 0)" if turned else ""
+        raise FrameError(f"{what}shape is {array.shape}, declared {shape}{advice}")
     if dtype.kind == "f" and not np.isfinite(array).all():
-        bad = [int(i) for i in np.flatnonzero(~np.isfinite(array))]
+        bad = np.flatnonzero(~np.isfinite(array)).tolist()
         raise FrameError(f"{key!r}: NaN or infinite at position {bad} (of the flattened value)")
     return array.copy()  # the caller may reuse its buffer before the episode is saved
 
 
-def _check_image(key: str, image: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    if image.dtype != np.uint8:
-        raise FrameError(
-            f"{key!r}: image dtype is {image.dtype}, expected uint8 with values 0..255"
-        )
-    if image.shape != shape:
-        turned = image.ndim == 3 and (*image.shape[1:], image.shape[0]) == shape
-        advice = ". Channels go last: transpose(1, 2, 0)" if turned else ""
-        raise FrameError(f"{key!r}: image shape is {image.shape}, declared {shape}{advice}")
-    return image.copy()
+def data_table(columns: Mapping[str, Any], features: Features) -> pa.Table:
+    """Return the rows of one episode: every feature that is not a video.
+
+    Numeric columns are (n, *shape) arrays, image columns lists of encoded images. The metadata
+    describes the columns to Hugging Face `datasets`.
+    """
+    fields, arrays, described = [], [], {}
+    for key, entry in features.items():
+        if entry["dtype"] != "video":
+            array, described[key], extension = _data_column(columns[key], entry)
+            fields.append(pa.field(key, array.type, metadata=extension))
+            arrays.append(array)
+    metadata = {"huggingface": json.dumps({"info": {"features": described}})}
+    return pa.Table.from_arrays(arrays, schema=pa.schema(fields, metadata=metadata))
 
 
-def _comparable(entry: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
-    return entry["dtype"], tuple(entry["shape"])
+def _data_column(
+    values: Any, entry: Mapping[str, Any]
+) -> tuple[pa.Array, dict[str, Any], dict[str, str] | None]:
+    """Return the column, its description for `datasets`, and the metadata of its field."""
+    dtype, shape = entry["dtype"], entry["shape"]
+    if dtype == "image":
+        type_ = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+        cells = [{"bytes": data, "path": None} for data in values]
+        return pa.array(cells, type_), {"_type": "Image"}, None
+    described = {"dtype": dtype, "_type": "Value"}
+    if dtype == "string":
+        return pa.array(list(values), pa.string()), described, None
+    array = pa.array(np.ascontiguousarray(values, np.dtype(dtype)).ravel())
+    if shape == [1]:
+        return array, described, None
+    if len(shape) == 1:
+        described = {"feature": described, "length": shape[0], "_type": "List"}
+        return pa.FixedSizeListArray.from_arrays(array, shape[0]), described, None
+    for size in reversed(shape):
+        offsets = pa.array(np.arange(0, len(array) + 1, size), pa.int32())
+        array = pa.ListArray.from_arrays(offsets, array)
+    # `datasets` stores these as an extension type over plain lists.
+    name = f"Array{len(shape)}D"
+    extension = {
+        "ARROW:extension:name": f"datasets.features.features.{name}ExtensionType",
+        "ARROW:extension:metadata": json.dumps([shape, dtype]),
+    }
+    return array, {"shape": shape, "dtype": dtype, "_type": name}, extension
+
+
+def column_stats(values: np.ndarray) -> FeatureStats:
+    """Compute statistics over the rows of (n, ...); a column (n,) counts as one dimension."""
+    if len(values) == 0:
+        raise ValueError("an episode without frames has no statistics")
+    ones = np.ones(len(values))
+    dimensions = [_stats(column, ones) for column in values.reshape(len(values), -1).T]
+    return _stack(dimensions, values.shape[1:] or (1,), len(values))
+
+
+def image_stats(histograms: Sequence[Int[np.ndarray, "c 256"]]) -> FeatureStats:
+    """Compute statistics per channel (c, 1, 1) from the histograms of the sampled frames."""
+    if len(histograms) == 0:
+        raise ValueError("an episode without frames has no statistics")
+    counts = np.sum(histograms, axis=0)
+    channels = [_stats(np.flatnonzero(row), row[row > 0].astype(np.float64)) for row in counts]
+    stats = _stack(channels, (-1, 1, 1), len(histograms))
+    return {name: value if name == "count" else value / 255 for name, value in stats.items()}
+
+
+def _stack(
+    dimensions: Sequence[Mapping[str, Any]], shape: tuple[int, ...], count: int
+) -> FeatureStats:
+    stats = {
+        name: np.array([dimension[name] for dimension in dimensions]).reshape(shape)
+        for name in dimensions[0]
+    } | {"count": np.array([count])}
+    return {name: stats[name] for name in STAT_NAMES}
+
+
+def _stats(values: Shaped[np.ndarray, " n"], counts: Float[np.ndarray, " n"]) -> dict[str, Any]:
+    """Compute the statistics of numbers that occur so many times each."""
+    low, high = values.min(), values.max()
+    exact = values.astype(np.float64)
+    mean = np.average(exact, weights=counts)
+    std = np.sqrt(np.average((exact - mean) ** 2, weights=counts))
+    stats = {"min": low, "max": high, "mean": mean, "std": std}
+    if low == high:
+        return stats | dict.fromkeys(QUANTILES, float(low))
+    edges = np.linspace(float(low) - MARGIN, float(high) + MARGIN, NUM_BINS + 1)
+    bins = np.clip(np.searchsorted(edges, exact, "right") - 1, 0, NUM_BINS - 1)
+    histogram = np.bincount(bins, counts, NUM_BINS)
+    cumulative = np.cumsum(histogram)
+    for name, quantile in QUANTILES.items():
+        target = quantile * cumulative[-1]
+        index = int(np.searchsorted(cumulative, target))
+        fraction = (target - cumulative[index - 1]) / histogram[index] if index else 0.0
+        stats[name] = edges[index] + fraction * (edges[index + 1] - edges[index])
+    return stats
+
+
+def frame_histogram(image: UInt8[np.ndarray, "h w c"]) -> Int[np.ndarray, "c 256"]:
+    """Count the values of each channel, after thinning large images."""
+    size = max(image.shape[:2])
+    if size >= 300:
+        image = image[:: size // 150, :: size // 150]
+    channels = image.shape[2]
+    # One count over all channels: each has its own range of 256 values.
+    offset = image.astype(np.int64) + 256 * np.arange(channels)
+    return np.bincount(offset.ravel(), minlength=256 * channels).reshape(channels, 256)
+
+
+def sampled_frames(num_frames: int) -> Int[np.ndarray, " n"]:
+    """Return the frames of an episode that image statistics use, evenly spaced.
+
+    All frames up to 100; then n^0.75, at least 100 and at most 10,000.
+    """
+    num_samples = max(min(num_frames, 100), min(int(num_frames**0.75), 10_000))
+    return np.round(np.linspace(0, num_frames - 1, num_samples)).astype(np.int64)
+
+
+def merge_stats(episodes: Iterable[EpisodeStats]) -> EpisodeStats:
+    """Compute the statistics of all episodes together from those of each.
+
+    Mean and std are exact. Quantiles cannot be merged exactly; as in LeRobot's files, the result
+    holds outer bounds: the smallest q01, q10 and q50 and the largest q90 and q99 of any episode.
+    """
+    merged: EpisodeStats = {}
+    for episode in episodes:
+        for key, stats in episode.items():
+            merged[key] = _merge_two(merged[key], stats) if key in merged else dict(stats)
+    return merged
+
+
+def _merge_two(a: FeatureStats, b: FeatureStats) -> FeatureStats:
+    count = a["count"] + b["count"]
+    share = b["count"] / count
+    difference = b["mean"] - a["mean"]
+    variance = (1 - share) * a["std"] ** 2 + share * b["std"] ** 2
+    merged = {
+        "min": np.minimum(a["min"], b["min"]),
+        "max": np.maximum(a["max"], b["max"]),
+        "mean": a["mean"] + share * difference,
+        "std": np.sqrt(variance + share * (1 - share) * difference**2),
+        "count": count,
+    }
+    for name, quantile in QUANTILES.items():
+        if name in a and name in b:
+            merged[name] = (np.minimum if quantile <= 0.5 else np.maximum)(a[name], b[name])
+    return merged

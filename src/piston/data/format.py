@@ -147,7 +147,7 @@ class Metadata:
     def read(cls, root: str | os.PathLike[str], *, files: bool = True) -> Metadata:
         """Read a data set's metadata. With `files=False` only `meta/` has to exist."""
         root = Path(root)
-        info = _read_info(root)
+        info = read_info(root)
         problems: list[Problem] = []
         version = _version(root, info, problems)
         features = _features(info)
@@ -368,7 +368,8 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Row]]:
         return enumerate(file.read(columns=names).to_pylist())
 
 
-def _read_info(root: Path) -> Row:
+def read_info(root: Path) -> Row:
+    """Read meta/info.json. Raise an error if there is none or it declares no features."""
     path = root / "meta" / "info.json"
     if not path.is_file():
         below = sorted(p.parent.parent for p in root.glob("**/meta/info.json"))[:5]

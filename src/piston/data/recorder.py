@@ -10,32 +10,27 @@ After every `save_episode` the set on disk is complete and readable, whatever ha
 (see `writer`). Frames that were not saved are not part of the set.
 """
 
+import functools
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 
-from piston.data.encoding import (
-    CameraThread,
-    PngThread,
-    VideoEncoding,
-    VideoThread,
-    encoder_available,
-)
-from piston.data.episode_stats import image_stats, sampled_frames
+from piston.data.encoding import CameraThread, VideoEncoding, encode_png, encode_video
 from piston.data.features import (
     BOOKKEEPING,
     FrameError,
-    cameras,
     check_frame,
     declare_features,
-    image_columns,
-    same_features,
+    frame_type,
+    image_stats,
+    keys_of,
+    sampled_frames,
 )
-from piston.data.writer import INFO, RECORDING, DatasetWriter, NewEpisode, new_info, read_info
+from piston.data.format import read_info
+from piston.data.writer import INFO, RECORDING, DatasetWriter, NewEpisode, new_info
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +57,8 @@ class Recorder:
         self.root = Path(root)
         declared = declare_features(features)
         self._info = new_info(fps, declared, robot_type)
-        self._encoding = choose_encoding(codec)
-        for camera in cameras(declared):
+        self._encoding = VideoEncoding.choose(codec)
+        for camera in keys_of(declared, "video"):
             self._encoding.check(camera, *declared[camera]["shape"][:2])
         self._resume = resume
         self._writer: DatasetWriter | None = None
@@ -115,7 +110,7 @@ class Recorder:
         if not self._tasks:
             raise ValueError("there are no frames to save: call add_frame first")
         try:
-            writer.add_episode(self._finish_episode())
+            writer.add_episode(self._finish_episode(writer))
         except BaseException:
             self.discard_episode()
             raise
@@ -131,23 +126,17 @@ class Recorder:
         """End the recording. Frames that were not saved are dropped with a warning."""
         if self._closed:
             return
-        writer = self._start()
         if self._tasks:
             logger.warning("%d frames were not saved as an episode: dropped", len(self._tasks))
         self.discard_episode()
-        writer.close()
+        self._start().close()
         self._closed = True
 
     def __enter__(self) -> Self:
         self._start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.finalize()
 
     def _clear(self) -> None:
@@ -163,9 +152,10 @@ class Recorder:
         if self._writer is None:
             info = self._info
             if (self.root / INFO).exists():
-                info = self._continue(read_info(self.root))
+                info = read_info(self.root)
+                self._check_continued(info)
             # A recorder that was killed before it wrote anything leaves only its own folder.
-            elif not (self.root / RECORDING).exists() and _holds_files(self.root):
+            elif not (self.root / RECORDING).exists() and any(self.root.glob("*")):
                 raise FileExistsError(
                     f"{self.root} exists and is not a data set: choose another folder"
                 )
@@ -174,8 +164,8 @@ class Recorder:
             self._writer = writer
         return self._writer
 
-    def _continue(self, found: dict[str, Any]) -> dict[str, Any]:
-        """Return the info of the set at `root`; raise if this recording does not fit it."""
+    def _check_continued(self, found: Mapping[str, Any]) -> None:
+        """Raise an error if this recording does not fit the set at `root`."""
         if not self._resume:
             raise FileExistsError(
                 f"{self.root} already holds a data set. Continue it with resume=True, "
@@ -193,51 +183,42 @@ class Recorder:
                     f"{self.root} has {key} {found.get(key)!r}, this recording "
                     f"{self._info[key]!r}: they cannot be one set"
                 )
-        if not same_features(found["features"], self._info["features"]):
+        theirs, ours = (
+            {key: frame_type(entry) for key, entry in info["features"].items()}
+            for info in (found, self._info)
+        )
+        if theirs != ours:
+            shapes = [
+                ", ".join(f"{k} {t}{list(s)}" for k, (t, s) in all_.items() if k not in BOOKKEEPING)
+                for all_ in (theirs, ours)
+            ]
             raise ValueError(
-                f"{self.root} has other features ({_shapes(found)}) than this recording "
-                f"({_shapes(self._info)})"
+                f"{self.root} has other features ({shapes[0]}) than this recording ({shapes[1]})"
             )
-        return found
 
     def _start_threads(self, writer: DatasetWriter) -> None:
-        for key in image_columns(writer.features):
-            self._threads[key] = PngThread(key)
-        for number, key in enumerate(cameras(writer.features)):
-            path = self.root / RECORDING / f"camera-{number}.mp4"
-            shape = writer.features[key]["shape"]
-            self._threads[key] = VideoThread(key, path, writer.fps, shape, self._encoding)
+        for number, key in enumerate(keys_of(writer.features, "video")):
+            encode = functools.partial(
+                encode_video,
+                path=self.root / RECORDING / f"camera-{number}.mp4",
+                fps=writer.fps,
+                encoding=self._encoding,
+            )
+            self._threads[key] = CameraThread(key, encode)
+        for key in keys_of(writer.features, "image"):
+            self._threads[key] = CameraThread(key, encode_png)
 
-    def _finish_episode(self) -> NewEpisode:
-        for thread in self._threads.values():
-            thread.finish()
-        columns: dict[str, Any] = {key: np.stack(rows) for key, rows in self._columns.items()}
-        threads = self._threads.items()
-        images = {key: thread.images for key, thread in threads if isinstance(thread, PngThread)}
+    def _finish_episode(self, writer: DatasetWriter) -> NewEpisode:
+        encoded = {key: thread.finish() for key, thread in self._threads.items()}
+        videos = {key: encoded.pop(key) for key in keys_of(writer.features, "video")}
         sample = sampled_frames(len(self._tasks))
         return NewEpisode(
-            columns=columns | images,
+            columns={key: np.stack(rows) for key, rows in self._columns.items()} | encoded,
             frame_tasks=self._tasks,
-            videos={key: thread.path for key, thread in threads if isinstance(thread, VideoThread)},
+            videos=videos,
             image_stats={
-                key: image_stats([thread.histograms[i] for i in sample]) for key, thread in threads
+                key: image_stats([thread.histograms[i] for i in sample])
+                for key, thread in self._threads.items()
             },
             encoder_info=self._encoding.describe(),
         )
-
-
-def choose_encoding(codec: str | VideoEncoding | None) -> VideoEncoding:
-    """Return the given encoding, by default AV1; H.264 with a warning if PyAV cannot encode AV1."""
-    if codec is None and not encoder_available("av1"):
-        logger.warning("this build of PyAV has no AV1 encoder: videos will be H.264")
-        codec = "h264"
-    return VideoEncoding.named(codec or "av1")
-
-
-def _holds_files(folder: Path) -> bool:
-    return folder.exists() and any(folder.iterdir())
-
-
-def _shapes(info: dict[str, Any]) -> str:
-    features = {k: v for k, v in info["features"].items() if k not in BOOKKEEPING}
-    return ", ".join(f"{key} {v['dtype']}{list(v['shape'])}" for key, v in features.items())

@@ -7,16 +7,22 @@ one thread at a time, and several files are decoded at once because decoding rel
 Each decoder uses one thread. Threads inside a decoder help only if frames are read in order: after
 a seek they decode frames ahead that are not needed (measured on AV1 with a key frame every second
 frame: 12.0 ms of CPU time per frame, 8.9 ms with one thread).
+
+`read_header` looks at an mp4 file without a decoder: whether it is complete, and its frame count.
 """
 
 from __future__ import annotations
 
 import bisect
+import collections
+import dataclasses
 import math
 import os
+import struct
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import av
 import av.error
@@ -272,3 +278,99 @@ class VideoReaders:
 
 
 _inherited: list[list[VideoReader]] = []
+
+
+@dataclasses.dataclass(frozen=True)
+class VideoHeader:
+    """`spacing`: the most frequent seconds between frames, `resolution`: its error (0 if exact)."""
+
+    num_frames: int
+    spacing: float | None
+    resolution: float
+
+
+# A text says what is wrong with the file; None: it is of another format, or fragmented.
+Header = VideoHeader | str | None
+
+_MP4_BOXES = {
+    *(b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"uuid", b"styp", b"sidx", b"moof")
+}
+
+
+def read_header(path: Path) -> Header:
+    """Return what an mp4 file's header says. This takes 0.1 ms, opening a decoder 1 to 10 ms.
+
+    ftyp │ mdat (the frames) │ moov ─ trak ─ mdia ─┬ hdlr "vide"
+                                                   ├ mdhd: units of time per second
+                                                   └ minf ─ stbl ─┬ stsz: number of frames
+                                                                  └ stts: units between frames
+    """
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size == 0:
+                return "is empty"
+            boxes = list(_boxes(file, 0, size))
+            if not boxes or boxes[0][0] not in _MP4_BOXES:
+                return None
+            if boxes[-1][2] > size:
+                return f"is cut: {boxes[-1][2] - size:,} bytes are missing"
+            for kind, start, end in boxes:
+                if kind == b"moov":
+                    return _video_header(file, list(_boxes(file, start, end)))
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    return "is cut: its header (moov) was never written"
+
+
+def _boxes(file: BinaryIO, start: int, end: int) -> Iterator[tuple[bytes, int, int]]:
+    """Yield kind, start and end of each box's content; the last may end beyond `end`."""
+    while start + 8 <= end:
+        file.seek(start)
+        data, skip = file.read(16), 8
+        if len(data) < 8:
+            return
+        length, kind = struct.unpack_from(">I4s", data)
+        if length == 1 and len(data) == 16:  # too large for 32 bits
+            skip, length = 16, struct.unpack_from(">Q", data, 8)[0]
+        length = length or end - start  # 0: to the end
+        if length < skip:
+            return  # not this format
+        yield kind, start + skip, start + length
+        start += length
+
+
+def _video_header(file: BinaryIO, moov: list[tuple[bytes, int, int]]) -> VideoHeader | None:
+    def read(start: int, end: int, *kinds: bytes) -> bytes:
+        """Return the content of the first box on this path; empty if there is none."""
+        for kind in kinds:
+            boxes = _boxes(file, start, end)
+            start, end = next(((s, e) for found, s, e in boxes if found == kind), (0, 0))
+        file.seek(start)
+        return file.read(end - start)
+
+    if any(kind == b"mvex" for kind, *_ in moov):  # fragments: the count is spread over the file
+        return None
+    for track in ((start, end) for kind, start, end in moov if kind == b"trak"):
+        sizes = read(*track, b"mdia", b"minf", b"stbl", b"stsz")
+        if read(*track, b"mdia", b"hdlr")[8:12] == b"vide" and len(sizes) >= 12:
+            times = read(*track, b"mdia", b"minf", b"stbl", b"stts")
+            count = int.from_bytes(sizes[8:12], "big")
+            return VideoHeader(count, *_spacing(read(*track, b"mdia", b"mdhd"), times, count))
+    return None
+
+
+def _spacing(media: bytes, times: bytes, num_frames: int) -> tuple[float | None, float]:
+    # Version 1 has dates of 64 bits before the time scale.
+    place = 20 if media[:1] == b"\1" else 12
+    units = int.from_bytes(media[place : place + 4], "big")
+    entries = [struct.unpack_from(">II", times, at) for at in range(8, len(times) - 7, 8)]
+    counts: collections.Counter[int] = collections.Counter()
+    for count, distance in entries:
+        counts[distance] += count
+    if entries and num_frames > 1:
+        counts[entries[-1][1]] -= 1  # how long the last frame is shown is not a distance
+    distances = [distance for distance, count in counts.most_common() if count > 0]
+    if not distances or not units:
+        return None, 0.0
+    return distances[0] / units, (1 / units if len(distances) > 1 else 0.0)

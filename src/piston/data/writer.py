@@ -17,10 +17,11 @@ was writing. Sets whose files hold several episodes can be continued as well.
 
 import contextlib
 import dataclasses
+import json
 import os
 import shutil
 import string
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +32,18 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from piston.data.encoding import probe_video
-from piston.data.episode_stats import EpisodeStats, FeatureStats, column_stats, merge_stats
-from piston.data.features import Features, cameras
-from piston.data.parquet_tables import (
+from piston.data.features import (
+    STAT_NAMES,
+    EpisodeStats,
+    Features,
+    FeatureStats,
+    column_stats,
     data_table,
-    episodes_schema,
-    plain_stats,
-    stat_names,
-    stats_of_rows,
-    tasks_table,
-    write_table,
+    keys_of,
+    merge_stats,
 )
-from piston.files import publish, read_json, remove_leftovers, write_json
+from piston.data.format import PATHS
+from piston.files import atomic_file, publish, read_json, remove_leftovers, write_json
 
 INFO = Path("meta/info.json")
 TASKS = Path("meta/tasks.parquet")
@@ -52,8 +53,6 @@ RECORDING = Path(".recording")
 # same file for the same purpose.
 UNFINISHED = RECORDING / "joining.json"
 EPISODES_PATH = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
-DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
-VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 FILE = ("chunk_index", "file_index")
 # The newest file of meta/episodes is rewritten with every episode; this limits the cost.
 EPISODES_PER_FILE = 500
@@ -90,17 +89,11 @@ def new_info(fps: float, features: Features, robot_type: str | None) -> dict[str
         "chunks_size": 1000,
         "data_files_size_in_mb": 100,
         "video_files_size_in_mb": 200,
-        "data_path": DATA_PATH,
-        "video_path": VIDEO_PATH if cameras(features) else None,
+        "data_path": PATHS["v3.0"]["data_path"],
+        "video_path": PATHS["v3.0"]["video_path"] if keys_of(features, "video") else None,
         "robot_type": robot_type,
         "splits": {},
     }
-
-
-def read_info(root: Path) -> dict[str, Any]:
-    if not (root / INFO).is_file():
-        raise FileNotFoundError(f"{root} is not a data set: it has no {INFO}")
-    return read_json(root / INFO)
 
 
 class DatasetWriter:
@@ -111,9 +104,10 @@ class DatasetWriter:
         self.info = info
         self.features: Features = info["features"]
         self.fps: float = info["fps"]
+        self._cameras = keys_of(self.features, "video")
         self._chunks_size = int(info.get("chunks_size") or 1000)
         # What episodes consist of, with the prefix of the columns that say in which file it is.
-        self._streams = {"data": "data"} | {key: f"videos/{key}" for key in cameras(self.features)}
+        self._streams = {"data": "data"} | {key: f"videos/{key}" for key in self._cameras}
         self._lock = filelock.FileLock(root / RECORDING / "lock")
         self._reset()
 
@@ -129,7 +123,8 @@ class DatasetWriter:
 
     def start(self) -> None:
         """Lock the folder, read what it holds and remove what a killed process left."""
-        (self.root / RECORDING).mkdir(parents=True, exist_ok=True)
+        folder = self.root / RECORDING
+        folder.mkdir(parents=True, exist_ok=True)
         try:
             self._lock.acquire(blocking=False)
         except filelock.Timeout as error:
@@ -137,16 +132,16 @@ class DatasetWriter:
         try:
             remove_leftovers(self.root)
             self._load()
-            for leftover in (self.root / RECORDING).iterdir():
+            for leftover in folder.iterdir():
                 if leftover.name != "lock":
                     leftover.unlink()
             self._new_files()  # refuse what cannot be continued before anything is recorded
             self._write_summary()
         except BaseException:
             self._lock.release()
-            (self.root / RECORDING / "lock").unlink(missing_ok=True)
+            (folder / "lock").unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # not empty: what is in it has not been read
-                (self.root / RECORDING).rmdir()
+                folder.rmdir()
             raise
 
     def close(self) -> None:
@@ -156,7 +151,7 @@ class DatasetWriter:
 
     def add_tasks(self, tasks: Iterable[str]) -> None:
         """Number tasks ahead of the episodes that use them."""
-        for task in dict.fromkeys(tasks):
+        for task in tasks:
             self.tasks.setdefault(task, max(self.tasks.values(), default=-1) + 1)
 
     def add_episode(self, episode: NewEpisode) -> None:
@@ -170,8 +165,15 @@ class DatasetWriter:
 
     def _save(self, episode: NewEpisode) -> None:
         self._check_videos(episode)
-        self.add_tasks([*episode.frame_tasks, *(episode.tasks or ())])
-        columns = episode.columns | self._bookkeeping(episode)
+        self.add_tasks([*dict.fromkeys(episode.frame_tasks), *(episode.tasks or ())])
+        steps = np.arange(len(episode))
+        columns = episode.columns | {
+            "timestamp": steps / self.fps if episode.timestamps is None else episode.timestamps,
+            "frame_index": steps,
+            "episode_index": np.full(len(episode), self._next_index),
+            "index": steps + self._next_row,
+            "task_index": np.array([self.tasks[task] for task in episode.frame_tasks]),
+        }
         stats = {
             key: episode.image_stats.get(key) or column_stats(np.asarray(columns[key]))
             for key, entry in self.features.items()
@@ -179,12 +181,12 @@ class DatasetWriter:
         }
         table = data_table(columns, self.features)
         files = self._new_files()
-        chunk, file = divmod(self._next_file, self._chunks_size)
-        write_json(self.root / UNFINISHED, [(stream, chunk, file) for stream in files])
-        for camera in cameras(self.features):
+        place = divmod(self._next_file, self._chunks_size)
+        write_json(self.root / UNFINISHED, [(stream, *place) for stream in files])
+        for camera in self._cameras:
             publish(episode.videos[camera], files[camera])
         if len(self.tasks) > self._num_stored_tasks:
-            write_table(tasks_table(self.tasks), self.root / TASKS)
+            write_table(_tasks_table(self.tasks), self.root / TASKS)
             self._num_stored_tasks = len(self.tasks)
         write_table(table, files["data"])
         self._append_row(episode, stats)
@@ -196,7 +198,7 @@ class DatasetWriter:
         self._next_file += 1
 
     def _check_videos(self, episode: NewEpisode) -> None:
-        for camera in cameras(self.features):
+        for camera in self._cameras:
             info, times = probe_video(episode.videos[camera], self.fps)
             if len(times) != len(episode):
                 raise ValueError(
@@ -205,23 +207,12 @@ class DatasetWriter:
             info |= episode.encoder_info | {"is_depth_map": False}
             self.features[camera].setdefault("info", info)
 
-    def _bookkeeping(self, episode: NewEpisode) -> dict[str, np.ndarray]:
-        frame_index = np.arange(len(episode))
-        times = frame_index / self.fps if episode.timestamps is None else episode.timestamps
-        return {
-            "timestamp": times,
-            "frame_index": frame_index,
-            "episode_index": np.full(len(episode), self._next_index),
-            "index": frame_index + self._next_row,
-            "task_index": np.array([self.tasks[task] for task in episode.frame_tasks]),
-        }
-
     def _append_row(self, episode: NewEpisode, stats: EpisodeStats) -> None:
         """Add a row to the newest file of meta/episodes, or begin the next file."""
         if self._schema is None:
-            self._schema = episodes_schema(self.features, {k: list(v) for k, v in stats.items()})
+            self._schema = _episodes_schema(self.features, stats)
         # A set that lacks some statistics stays without them.
-        stored = stat_names(self._schema, self.features)
+        stored = _stat_names(self._schema, self.features)
         stats = {key: {n: stats[key][n] for n in names} for key, names in stored.items()}
         if self._rows is not None and len(self._rows) >= EPISODES_PER_FILE:
             self._rows, self._rows_file = None, self._rows_file + 1
@@ -236,10 +227,10 @@ class DatasetWriter:
         for prefix, number in {**files, "meta/episodes": self._rows_file}.items():
             chunk, file = divmod(number, self._chunks_size)
             row |= {f"{prefix}/chunk_index": chunk, f"{prefix}/file_index": file}
-        for camera in cameras(self.features):
+        for camera in self._cameras:
             row[f"videos/{camera}/from_timestamp"] = 0.0
             row[f"videos/{camera}/to_timestamp"] = len(episode) / self.fps
-        for key, feature in plain_stats(stats).items():
+        for key, feature in _plain_stats(stats).items():
             row |= {f"stats/{key}/{name}": value for name, value in feature.items()}
         table = pa.Table.from_pylist([row], schema=self._schema)
         if self._rows is not None:
@@ -256,17 +247,20 @@ class DatasetWriter:
             tables = [pq.read_table(path) for path in paths]
             self._check_newest(tables[-1], paths[-1])
             rows = pa.concat_tables(tables)
-            self.tasks = _read_tasks(self.root / TASKS)
+            tasks = pq.read_table(self.root / TASKS)
+            # pandas keeps the texts as the index, under its own name if that has none.
+            [text] = (name for name in tasks.column_names if name != "task_index")
+            numbered = sorted(zip(tasks["task_index"].to_pylist(), tasks[text].to_pylist()))
+            self.tasks = {task: index for index, task in numbered}
             self._num_stored_tasks = len(self.tasks)
-            self._stats = merge_stats(stats_of_rows(rows))
+            self._stats = merge_stats(_stats_of_rows(rows))
             self.num_episodes, self.num_frames = len(rows), pc.sum(rows["length"]).as_py()
             self._next_index = pc.max(rows["episode_index"]).as_py() + 1
             self._next_row = pc.max(rows["dataset_to_index"]).as_py()
             for stream, prefix in self._streams.items():
                 files = [rows[f"{prefix}/{name}"].to_pylist() for name in FILE]
                 stored |= {(stream, chunk, file) for chunk, file in zip(*files)}
-            numbers = [chunk * self._chunks_size + file for _, chunk, file in stored]
-            self._next_file = max(numbers) + 1
+            self._next_file = 1 + max(chunk * self._chunks_size + file for _, chunk, file in stored)
         if (self.root / UNFINISHED).exists():
             for stream, chunk, file in read_json(self.root / UNFINISHED):
                 if (stream, chunk, file) not in stored:
@@ -275,13 +269,11 @@ class DatasetWriter:
 
     def _check_newest(self, rows: pa.Table, path: Path) -> None:
         """Take the newest file of meta/episodes; raise ValueError if our rows do not fit it."""
-        found = set(rows.column_names)
-        stats = stat_names(rows.schema, self.features)
-        expected = set(episodes_schema(self.features, stats).names)
-        if expected != found:
+        expected = _episodes_schema(self.features, _stat_names(rows.schema, self.features))
+        if different := set(expected.names) ^ set(rows.column_names):
             raise ValueError(
                 f"{self.root}: meta/episodes does not fit the features of info.json; they differ "
-                f"in {sorted(expected ^ found)}. This set can be read, but not continued"
+                f"in {sorted(different)}. This set can be read, but not continued"
             )
         chunk, file = (rows[f"meta/episodes/{name}"][-1].as_py() for name in FILE)
         if path != self.root / EPISODES_PATH.format(chunk_index=chunk, file_index=file):
@@ -308,11 +300,10 @@ class DatasetWriter:
 
     def _path(self, stream: str, chunk: int, file: int) -> Path:
         names: dict[str, Any] = {"chunk_index": chunk, "file_index": file}
-        if stream == "data":
-            field, pattern = "data_path", self.info.get("data_path") or DATA_PATH
-        else:
-            field, pattern = "video_path", self.info.get("video_path") or VIDEO_PATH
-            names |= {"video_key": stream}
+        field = "data_path" if stream == "data" else "video_path"
+        if stream != "data":
+            names["video_key"] = stream
+        pattern = self.info.get(field) or PATHS["v3.0"][field]
         if {name for _, name, _, _ in string.Formatter().parse(pattern) if name} == set(names):
             path = Path(os.path.normpath(self.root / pattern.format(**names)))
             if path.is_relative_to(os.path.normpath(self.root)):
@@ -325,7 +316,7 @@ class DatasetWriter:
     def _write_summary(self) -> None:
         """Write totals and statistics, which can be computed from the episodes."""
         if self._stats:
-            write_json(self.root / STATS, plain_stats(self._stats))
+            write_json(self.root / STATS, _plain_stats(self._stats))
         totals = {
             "total_episodes": self.num_episodes,
             "total_frames": self.num_frames,
@@ -335,9 +326,76 @@ class DatasetWriter:
         write_json(self.root / INFO, self.info | totals)
 
 
-def _read_tasks(path: Path) -> dict[str, int]:
-    table = pq.read_table(path)
-    # pandas keeps the texts as the index, under its own name if that has none.
-    [text] = (name for name in table.column_names if name != "task_index")
-    numbered = sorted(zip(table["task_index"].to_pylist(), table[text].to_pylist()))
-    return {task: index for index, task in numbered}
+def write_table(table: pa.Table, path: Path) -> None:
+    """Write one row group, completely or not at all."""
+    with atomic_file(path) as temporary:
+        pq.write_table(table, temporary, row_group_size=max(len(table), 1))
+
+
+def _episodes_schema(features: Features, stats: Mapping[str, Iterable[str]]) -> pa.Schema:
+    """Return the columns of meta/episodes; `stats` names the statistics of each feature."""
+    integer, number = pa.int64(), pa.float64()
+    columns = {"episode_index": integer, "tasks": pa.list_(pa.string()), "length": integer}
+    columns |= {f"data/{name}": integer for name in FILE}
+    columns |= {"dataset_from_index": integer, "dataset_to_index": integer}
+    for camera in keys_of(features, "video"):
+        columns |= {f"videos/{camera}/{name}": integer for name in FILE}
+        columns |= {f"videos/{camera}/{end}_timestamp": number for end in ("from", "to")}
+    for key, names in stats.items():
+        value = number
+        for _ in features[key]["shape"]:  # as many dimensions as the feature; (c, 1, 1) for images
+            value = pa.list_(value)
+        for name in names:
+            columns[f"stats/{key}/{name}"] = pa.list_(integer) if name == "count" else value
+    columns |= {f"meta/episodes/{name}": integer for name in FILE}
+    return pa.schema(columns)
+
+
+def _stat_names(schema: pa.Schema, features: Features) -> dict[str, list[str]]:
+    """Return which statistics of each feature the rows of meta/episodes hold."""
+    columns = set(schema.names)
+    found = {k: [n for n in STAT_NAMES if f"stats/{k}/{n}" in columns] for k in features}
+    return {key: names for key, names in found.items() if names}
+
+
+def _plain_stats(stats: EpisodeStats) -> dict[str, dict[str, Any]]:
+    """Return statistics as lists of numbers: whole for "count", else floats."""
+    return {
+        key: {
+            name: (value if name == "count" else value.astype(np.float64)).tolist()
+            for name, value in feature.items()
+        }
+        for key, feature in stats.items()
+    }
+
+
+def _stats_of_rows(table: pa.Table) -> list[EpisodeStats]:
+    """Return the statistics in the rows of meta/episodes, one entry per row."""
+    episodes: list[EpisodeStats] = [{} for _ in range(len(table))]
+    for column in table.column_names:
+        if column.startswith("stats/"):
+            key, name = column.removeprefix("stats/").rsplit("/", 1)
+            for episode, value in zip(episodes, table[column].to_pylist()):
+                episode.setdefault(key, {})[name] = np.array(value)
+    return episodes
+
+
+def _tasks_table(tasks: Mapping[str, int]) -> pa.Table:
+    """Return meta/tasks.parquet: the task text is the pandas index that LeRobot looks up."""
+    keys = ("name", "field_name", "pandas_type", "numpy_type", "metadata")
+    columns = [("task_index", "task_index", "int64", "int64", None)]
+    columns += [("task", "task", "object", "str", None)]
+    names = (None, None, "unicode", "str", {"encoding": "UTF-8"})
+    pandas = {
+        "index_columns": ["task"],
+        "column_indexes": [dict(zip(keys, names))],
+        "columns": [dict(zip(keys, column)) for column in columns],
+        "attributes": {},
+        "creator": {"library": "pyarrow", "version": pa.__version__},
+        "pandas_version": "3.0.0",
+    }
+    schema = pa.schema(
+        [("task_index", pa.int64()), ("task", pa.large_string())],
+        metadata={"pandas": json.dumps(pandas)},
+    )
+    return pa.table({"task_index": list(tasks.values()), "task": list(tasks)}, schema=schema)
