@@ -1,7 +1,4 @@
-"""How far something is: a bar on a terminal; elsewhere (a log, a pipe) a line every half minute.
-
-Knows terminals and the log. Knows nothing of what is done.
-"""
+"""Progress: a bar on a terminal; elsewhere (a log, a pipe) a log line every half minute."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 BYTES = "bytes"
 LOG_INTERVAL = 30.0
-# Columns of a terminal: what bytes with their speed take, the time left, and the rest at best.
+# Terminal columns: for bytes with their speed, the remaining time, the bar at most, a usual note.
 _BYTES_WIDTH, _TIME_WIDTH, _BAR_WIDTH, _NOTE_WIDTH = 26, 8, 40, 22
 _SMALLEST = 8
 
@@ -38,14 +35,14 @@ def no_progress(done: int, total: int | None = None, note: str = "") -> None:
 
 
 class Live(progress.Progress):
-    """rich's bars, and log lines above them: without this the two write into each other."""
+    """rich's progress display with log lines above it, so that they do not overwrite each other."""
 
     _redirected: list[tuple[logging.StreamHandler[Any], Any]] = []  # noqa: RUF012  (none yet)
 
     def start(self) -> None:
         before = sys.stderr
         super().start()
-        # rich has taken the place of stderr; handlers still hold what was there.
+        # rich has replaced sys.stderr; handlers still hold the original stream.
         self._redirected = [
             (handler, handler.setStream(sys.stderr))
             for handler in logging.getLogger().handlers
@@ -60,15 +57,25 @@ class Live(progress.Progress):
 
 
 class ProgressBar:
-    """Counts `unit`s (`BYTES` get prefixes and a speed). Any thread may call.
+    """Counts `unit`s (`BYTES` get prefixes and a speed). Safe for threads.
 
-    `done` were there before. It shows nothing in the first `after` seconds, so that what is quick
-    leaves no trace.
+    `done` of them existed before. Nothing is shown in the first `after` seconds, so that a quick
+    operation shows nothing at all. `note_width` columns are reserved for the note, if need be at
+    the cost of the title. `logs` False is for callers that log their own lines.
     """
 
     def __init__(
-        self, title: str, unit: str, total: int | None = None, *, done: int = 0, after: float = 0.5
+        self,
+        title: str,
+        unit: str,
+        total: int | None = None,
+        *,
+        done: int = 0,
+        after: float = 0.5,
+        note_width: int = 0,
+        logs: bool = True,
     ) -> None:
+        self._note_width, self._logs = note_width, logs
         self._title, self._unit, self._total, self._after = title, unit, total, after
         self._done = self._before = done
         self._begun = self._logged = time.monotonic()
@@ -86,21 +93,21 @@ class ProgressBar:
             self._bar.stop()
 
     def show(self, done: int, total: int | None = None, note: str = "") -> None:
-        """So many are done; `note` is added behind."""
+        """Set what is done; `note` is shown after it."""
         with self._lock:
             self._done, self._total = done, total or self._total
-            self._tell(note)
+            self._update(note)
 
     def advance(self, more: int, note: str = "") -> None:
-        """So many more are done."""
+        """Add to what is done."""
         with self._lock:
             self._done += more
-            self._tell(note)
+            self._update(note)
 
-    def _tell(self, note: str) -> None:
+    def _update(self, note: str) -> None:
         now = time.monotonic()
         if not self._console.is_interactive:
-            if now - self._logged >= LOG_INTERVAL:
+            if self._logs and now - self._logged >= LOG_INTERVAL:
                 self._logged = now
                 logger.info("%s: %s", self._title, self._in_words(now, note))
         elif now - self._begun >= self._after:
@@ -110,13 +117,13 @@ class ProgressBar:
         if self._bar is None:
             self._bar = Live(*self._columns(), console=self._console, transient=True)
             self._bar.start()
-            # With what was there before: the speed is that of what comes.
+            # What existed before does not count for the speed.
             self._task = self._bar.add_task("", completed=self._before, total=self._total, note="")
         note = shortened(note, self._room_for_note)
         self._bar.update(self._task, completed=self._done, total=self._total, note=note)
 
     def _columns(self) -> list[progress.ProgressColumn]:
-        """Numbers always; of the title, the bar and the note what there is room for."""
+        """Return the counts always, and title, bar and note as far as there is room."""
         amount: list[progress.ProgressColumn]
         if self._unit == BYTES:
             amount = [progress.DownloadColumn(), progress.TransferSpeedColumn()]
@@ -126,11 +133,11 @@ class ProgressBar:
             room = self._console.width - 2 * len(str(self._total)) - len(self._unit) - 3
         room -= _TIME_WIDTH
         columns: list[progress.ProgressColumn] = []
-        if room > _SMALLEST:
-            title = shortened(self._title, room - 1)
+        if room - self._note_width > _SMALLEST:
+            title = shortened(self._title, room - self._note_width - 1)
             columns.append(progress.TextColumn(title, markup=False))
             room -= len(title) + 1
-        width = min(_BAR_WIDTH, room - _NOTE_WIDTH - 2)
+        width = min(_BAR_WIDTH, room - max(self._note_width, _NOTE_WIDTH) - 2)
         if width >= _SMALLEST:
             columns.append(progress.BarColumn(bar_width=width))
             room -= width + 1
@@ -139,7 +146,7 @@ class ProgressBar:
         return [*columns, *amount, progress.TimeRemainingColumn(), note]
 
     def _in_words(self, now: float, note: str) -> str:
-        """`12 of 50 episodes, 0:03:10 left, 11 succeeded`"""
+        """Return, for example, `12 of 50 episodes, 0:03:10 left, 11 succeeded`."""
         number = filesize.decimal if self._unit == BYTES else "{:,}".format
         amount = number(self._done)
         if self._total is not None:
@@ -153,5 +160,5 @@ class ProgressBar:
 
 
 def shortened(text: str, width: int) -> str:
-    """At most so many columns; cut off, it ends in dots."""
+    """Cut a text to `width` columns; if cut, it ends in `…`."""
     return text if len(text) <= width else text[: max(width - 1, 0)] + "…" * (width > 0)

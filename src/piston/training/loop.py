@@ -1,8 +1,4 @@
-"""The training loop, from a configuration to checkpoints that can be served.
-
-Reads top to bottom: set up, data, model, steps, checkpoints. What each of them is stands in the
-other files of this folder.
-"""
+"""The training loop, from a configuration to checkpoints that can be served."""
 
 from __future__ import annotations
 
@@ -29,6 +25,7 @@ from piston.data.pipeline import (
     split_sources,
 )
 from piston.models.model import Model
+from piston.progress import ProgressBar
 from piston.signals import StopSignals
 from piston.training.checkpoint import (
     CheckpointWriter,
@@ -37,7 +34,6 @@ from piston.training.checkpoint import (
     warn_of_other_statistics,
 )
 from piston.training.distributed import Processes, join_processes
-from piston.training.progress import Meter, RunBar, describe, save_first_batch, time_left
 from piston.training.run import (
     Run,
     begin,
@@ -48,11 +44,12 @@ from piston.training.run import (
 )
 from piston.training.step import StepOutput, StepResult, Trainer
 from piston.training.trackers import (
-    Metrics,
+    Meter,
     Trackers,
     check_logins,
     make_trackers,
     require_trackers,
+    save_first_batch,
 )
 from piston.training.validation import Validation
 
@@ -68,11 +65,14 @@ class TrainingStopped(RuntimeError):
 
 
 def train_loop(config: TrainConfig) -> Path:
-    """Train as the configuration says; the folder of the last checkpoint."""
-    # What is cheap and may be wrong comes first: nobody waits an hour for a missing file.
+    """Train as configured and return the folder of the last checkpoint."""
+    # Cheap checks come first, so that nobody waits an hour for a missing file.
     require_trackers(config)
     pipeline = read_statistics(config)
-    robot_dim = _robot_action_dim(config, pipeline)
+    action_stats = (pipeline.norm_stats or {}).get("actions")
+    if action_stats is None and config.mask_padded_dims:
+        raise ValueError("--mask-padded-dims needs statistics: they tell the robot's dimensions.")
+    robot_dim = None if action_stats is None else action_stats.dim
     check_freeze(config)
     with ExitStack() as stack:
         processes = stack.enter_context(join_processes(config))
@@ -95,7 +95,9 @@ def train_loop(config: TrainConfig) -> Path:
         validation = None if held_out is None else Validation(held_out, processes, robot_dim)
 
         # Model and optimizer.
-        statistics = _statistics(pipeline)
+        statistics = None
+        if pipeline.norm_stats is not None and pipeline.asset_id is not None:
+            statistics = Statistics(pipeline.asset_id, pipeline.norm_stats)
         trainer = Trainer(config, _initial_model(config, processes, run), processes, robot_dim)
         meter = Meter(config.batch_size)
         if run.resumed_folder is not None:
@@ -106,12 +108,16 @@ def train_loop(config: TrainConfig) -> Path:
             if processes.is_first:
                 warn_of_other_statistics(run.resumed_folder, statistics)
 
-        # From here on something is written.
+        # From here on files are written.
         begin(run, config, processes)
         writer = stack.enter_context(CheckpointWriter(config, run.folder, processes, statistics))
-        trackers = _open_trackers(config, processes, run)
+        trackers = Trackers([])
+        if processes.is_first:
+            trackers = make_trackers(config, run.folder, run.first_step)
         stack.callback(trackers.close)
-        bar = stack.enter_context(RunBar(config, run.first_step, processes.is_first))
+        bar = _progress_bar(config, run) if processes.is_first else None
+        if bar is not None:
+            stack.enter_context(bar)
         signals = stack.enter_context(StopSignals("finishing the step, then saving."))
 
         last_step = config.num_train_steps - 1
@@ -121,7 +127,7 @@ def train_loop(config: TrainConfig) -> Path:
             before, begun = loader.state_dict(), time.perf_counter()
             batch, failure = _read(loader)
             waited = time.perf_counter() - begun
-            # All that processes have to agree about in a step, in one small sum.
+            # Everything that the processes have to agree on in a step, in one small all-reduce.
             failed, stopping, weight = processes.sum(
                 failure is not None,
                 signals.received is not None and step > run.first_step,
@@ -146,13 +152,21 @@ def train_loop(config: TrainConfig) -> Path:
             is_saved = _is_due(step, config.save_interval) or is_last
             if is_logged or is_saved or results.num_unread == config.max_skipped_steps:
                 results.read()
-            bar.advance(meter)
+            if bar is not None:
+                bar.show(step + 1, note=str(meter))
             if is_logged:
-                _log(trackers, step, config, meter.numbers(), processes)
+                trackers.log(step, meter.metrics())
+                if processes.is_first:
+                    left = meter.time_left(last_step - step)
+                    logger.info("step %d/%d  %s  %s left", step, last_step + 1, meter, left)
                 meter.begin_interval()
             with meter.paused():
                 if validation and (_is_due(step, config.validation_interval) or is_last):
-                    _log_validation(trackers, step, validation.run(trainer), processes)
+                    metrics = validation.run(trainer)
+                    trackers.log(step, metrics)
+                    if processes.is_first:
+                        shown = [f"{k} {v:.4f}" for k, v in metrics.items() if type(v) is float]
+                        logger.info("step %d  %s", step, "  ".join(shown))
                 if is_saved:
                     progress = {"loader": loader.state_dict(), "meter": meter.state_dict()}
                     writer.save(trainer, step, progress, last=is_last)
@@ -160,18 +174,22 @@ def train_loop(config: TrainConfig) -> Path:
     return run.folder / str(max(last_step, run.resumed or 0))
 
 
-def _robot_action_dim(config: TrainConfig, pipeline: DataConfig) -> int | None:
-    """How many dimensions of an action are not padding; the statistics tell."""
-    stats = (pipeline.norm_stats or {}).get("actions")
-    if stats is None and config.mask_padded_dims:
-        raise ValueError("--mask-padded-dims needs statistics, which tell the robot's dimensions.")
-    return None if stats is None else stats.dim
+def _progress_bar(config: TrainConfig, run: Run) -> ProgressBar:
+    return ProgressBar(
+        config.exp_name,
+        "steps",
+        config.num_train_steps,
+        done=run.first_step,
+        after=0,
+        note_width=55,
+        logs=False,  # the loop logs a line per interval
+    )
 
 
 def _open_data(
     config: TrainConfig, pipeline: DataConfig, processes: Processes
 ) -> tuple[Samples, Samples | None]:
-    """What is trained on, and the held-out episodes if there are to be any."""
+    """Open the training data and, if asked for, the held-out episodes."""
     if pipeline.fake:
         several = config.data.more_sets or config.data.set_shares
         if config.validation_episodes or config.start_frames or several:
@@ -204,25 +222,25 @@ def _open_data(
             held_out.append(read(episodes=chosen))
     everything = mixed(training, pipeline.set_shares)
     if isinstance(everything, WeightedMixture) and processes.is_first:
-        _tell_sets(sets, everything, parts)
+        _log_sets(sets, everything, parts)
     return everything, mixed(held_out) if held_out else None
 
 
-def _tell_sets(
+def _log_sets(
     sets: Sequence[DataConfig], mixture: WeightedMixture, parts: Sequence[tuple[Sequence[int], ...]]
 ) -> None:
     rows = zip(sets, mixture.datasets, mixture.weights, parts)
     for one, samples, weight, (kept, chosen) in rows:
         logger.info(
-            "Set %d: %s, %d episodes, %d samples, %.1f %% of what is drawn%s",
+            "Set %d: %s, %d episodes, %d samples, %.1f %% of the samples drawn%s",
             *(one.set_index, one.repo_id, len(kept), len(samples), 100 * weight),
             f"; {len(chosen)} episodes held out" if chosen else "",
         )
 
 
 def _initial_model(config: TrainConfig, processes: Processes, run: Run) -> Model:
-    """Float32 masters: of the checkpoint to start from, or drawn; empty if the run is resumed."""
-    # FSDP moves a model to its device piece by piece; whole it may not fit there.
+    """Return float32 master weights: loaded, random, or empty if the run is resumed."""
+    # FSDP moves a model to its device in parts; the whole may not fit there.
     device = torch.device("cpu") if config.sharding == "fsdp" else processes.device
     torch.manual_seed(config.seed)
     if run.resumed_folder is not None:
@@ -238,20 +256,8 @@ def _initial_model(config: TrainConfig, processes: Processes, run: Run) -> Model
     )
 
 
-def _statistics(pipeline: DataConfig) -> Statistics | None:
-    if pipeline.norm_stats is None or pipeline.asset_id is None:
-        return None
-    return Statistics(pipeline.asset_id, pipeline.norm_stats)
-
-
-def _open_trackers(config: TrainConfig, processes: Processes, run: Run) -> Trackers:
-    if not processes.is_first:
-        return Trackers([])
-    return make_trackers(config, run.folder, run.first_step)
-
-
 def _read(loader: Loader) -> tuple[Batch, Exception | None]:
-    """The next batch; what goes wrong is not raised here, as the others have to hear of it."""
+    """Return the next batch, or the error, which the other processes have to know of first."""
     try:
         return next(loader), None
     except Exception as failure:
@@ -259,10 +265,10 @@ def _read(loader: Loader) -> tuple[Batch, Exception | None]:
 
 
 def _without_data(failure: Exception | None, step: int, pipeline: DataConfig) -> Exception:
-    """What the loader raised, here or on another process, with how to go on."""
-    saved = f"Step {step - 1} is saved. Go" if step else "No step is lost. Go"
-    advice = f"{saved} on with --resume"
-    if not isinstance(failure, EpisodeError):  # which says how to do without its episode
+    """Return the loader's error, of this process or another, with how to continue."""
+    saved = f"Step {step - 1} is saved" if step else "No step is lost"
+    advice = f"{saved}. Continue with --resume"
+    if not isinstance(failure, EpisodeError):  # which says how to leave out its episode
         without = leave_out(pipeline, ["N"])
         advice += f"; if an episode is at fault, without it: --resume {without}"
     if failure is None:
@@ -303,7 +309,7 @@ class _Results:
             self._meter.add(result)
             if result.skipped:
                 self._log_skipped(step, result, places)
-                _check_skipped(self._meter.skipped_in_a_row, self._config)
+                self._check_skipped()
 
     def _log_skipped(self, step: int, result: StepResult, places: Sequence[Sequence[int]]) -> None:
         frames = [
@@ -320,41 +326,23 @@ class _Results:
             ", ".join(frames),
         )
 
-
-def _check_skipped(in_a_row: int, config: TrainConfig) -> None:
-    if in_a_row >= config.max_skipped_steps:
-        without = leave_out(config.data_config(), ["N"])
-        raise TrainingStopped(
-            f"{in_a_row} steps in a row had a loss or gradient that is not finite; they moved no "
-            "weights, and checkpoints are untouched. If few samples above have a (!), leave their "
-            f"episodes out: --resume {without}. If most have it, lower the rate: "
-            f"--resume --lr-schedule.peak-lr {config.lr_schedule.peak_lr / 2:g}, or try --resume "
-            "--model.dtype float32."
-        )
-
-
-def _log(
-    trackers: Trackers, step: int, config: TrainConfig, numbers: Metrics, processes: Processes
-) -> None:
-    trackers.log(step, numbers)
-    if processes.is_first:
-        left = time_left(numbers, (config.num_train_steps - step - 1) * config.batch_size)
-        logger.info("step %d/%d  %s  %s", step, config.num_train_steps, describe(numbers), left)
-
-
-def _log_validation(trackers: Trackers, step: int, numbers: Metrics, processes: Processes) -> None:
-    trackers.log(step, numbers)
-    if processes.is_first:
-        told = (
-            f"{name} {value:.4f}" for name, value in numbers.items() if isinstance(value, float)
-        )
-        logger.info("step %d  %s", step, "  ".join(told))
+    def _check_skipped(self) -> None:
+        config, in_a_row = self._config, self._meter.skipped_in_a_row
+        if in_a_row >= config.max_skipped_steps:
+            without = leave_out(config.data_config(), ["N"])
+            raise TrainingStopped(
+                f"{in_a_row} steps in a row had a loss or gradient that is not finite; they "
+                "changed no weights, and checkpoints are untouched. If few samples above have a "
+                f"(!), leave their episodes out: --resume {without}. If most have it, lower the "
+                f"learning rate: --resume --lr-schedule.peak-lr "
+                f"{config.lr_schedule.peak_lr / 2:g}, or try --resume --model.dtype float32."
+            )
 
 
 def _stopped(asked: signal.Signals | None, step: int) -> TrainingStopped:
-    """As shells report it: 128 and the number of the signal."""
+    """Return the error for a stop; its exit code is 128 plus the number of the signal."""
     by = "a signal to another process" if asked is None else asked.name
     code = 128 + (signal.SIGTERM if asked is None else asked)
     return TrainingStopped(
-        f"Stopped by {by} after step {step}, which is saved. Go on with --resume.", code
+        f"Stopped by {by} after step {step}, which is saved. Continue with --resume.", code
     )

@@ -1,23 +1,30 @@
-"""Metrics of a run: always `metrics.jsonl` in its folder, and TensorBoard or W&B if asked for."""
+"""Metrics of a run: measured, logged to `metrics.jsonl`, and to TensorBoard or W&B if asked for."""
 
 from __future__ import annotations
 
+import datetime
 import importlib.util
 import logging
 import math
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+from PIL import Image
+
 from piston.config import TrainConfig
 from piston.files import json_line, read_json_lines, write_json_lines
 from piston.serialization import to_json
+from piston.training.step import StepResult
 
 logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
+_MAX_SAMPLES_SHOWN = 4
 WANDB_ID = "wandb_id.txt"
 _WANDB_WITHOUT_LOGIN = ("offline", "dryrun", "disabled")
 # A list has one number per dimension. Values that are None or not finite are not logged.
@@ -185,3 +192,103 @@ def flat(metrics: Metrics) -> dict[str, float]:
 def _is_known(value: float | Sequence[float] | None) -> bool:
     """Return False for None and for numbers that JSON cannot hold."""
     return value is not None and (not isinstance(value, float) or math.isfinite(value))
+
+
+# -- what a person sees of a run
+
+
+class Meter:
+    """Averages over a logging interval, and the share of its time spent waiting for data.
+
+    Its state is saved in checkpoints, so that averages after a resume cover the same steps.
+    """
+
+    def __init__(self, batch_size: int) -> None:
+        self._batch_size, self._learning_rate = batch_size, float("nan")
+        self._skipped, self.skipped_in_a_row = 0, 0
+        self._shown_loss: float | None = None
+        self.begin_interval()
+
+    def begin_interval(self) -> None:
+        self._count, self._loss, self._gradient_norm = 0, 0.0, 0.0
+        self.start_clock()
+
+    def start_clock(self) -> None:
+        """Measure rates from now on."""
+        self._steps, self._waited, self._started = 0, 0.0, time.perf_counter()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the time spent in this context out of the rates."""
+        started = time.perf_counter()
+        yield
+        self._started += time.perf_counter() - started
+
+    def count_step(self, waited: float) -> None:
+        """Count a step that waited for data for so many seconds."""
+        self._steps += 1
+        self._waited += waited
+
+    def add(self, result: StepResult) -> None:
+        self._learning_rate = result.learning_rate
+        if result.skipped:
+            self._skipped += 1
+            self.skipped_in_a_row += 1
+        else:
+            self.skipped_in_a_row = 0
+            self._count += 1
+            self._loss += result.loss
+            self._gradient_norm += result.gradient_norm
+            self._shown_loss = self._loss / self._count
+
+    def metrics(self) -> Metrics:
+        elapsed = time.perf_counter() - self._started
+        return {
+            "loss": self._loss / self._count if self._count else None,
+            "gradient_norm": self._gradient_norm / self._count if self._count else None,
+            "learning_rate": self._learning_rate,
+            "samples_per_second": self._batch_size * self._steps / elapsed,
+            "waiting_for_data": self._waited / elapsed,
+            "skipped_steps": self._skipped,
+        }
+
+    def __str__(self) -> str:
+        elapsed = time.perf_counter() - self._started
+        loss = "–" if self._shown_loss is None else f"{self._shown_loss:.4f}"
+        return (
+            f"loss {loss}  lr {self._learning_rate:.2e}  "
+            f"{self._batch_size * self._steps / elapsed:.1f} samples/s  "
+            f"data {self._waited / elapsed:.0%}"
+        )
+
+    def time_left(self, num_steps: int) -> datetime.timedelta:
+        """Estimate the time that so many more steps take."""
+        elapsed = time.perf_counter() - self._started
+        return datetime.timedelta(seconds=round(num_steps * elapsed / self._steps))
+
+    def state_dict(self) -> dict[str, float]:
+        return {
+            "count": self._count,
+            "loss": self._loss,
+            "gradient_norm": self._gradient_norm,
+            "skipped": self._skipped,
+            "skipped_in_a_row": self.skipped_in_a_row,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._count, self._loss = state["count"], state["loss"]
+        self._gradient_norm = state["gradient_norm"]
+        self._skipped, self.skipped_in_a_row = state["skipped"], state["skipped_in_a_row"]
+
+
+def save_first_batch(batch: Mapping[str, Any], path: Path) -> None:
+    """Save the images of some samples, a row per sample, as the model gets them unaugmented."""
+    images, masks = batch["image"], batch["image_mask"]
+    rows = [
+        np.concatenate(
+            [np.asarray(images[name][i]) * bool(masks[name][i]) for name in sorted(images)], axis=1
+        )
+        for i in range(min(_MAX_SAMPLES_SHOWN, len(batch["state"])))
+    ]
+    Image.fromarray(np.concatenate(rows).astype(np.uint8)).save(path)
+    logger.info("First batch: %s (a row per sample; %s)", path, ", ".join(sorted(images)))
