@@ -100,7 +100,7 @@ class RobotInputs:
             raise ValueError(f"{self.name}: the shapes are {shapes}; their batch axes must agree.")
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
 
-    def _images(self, data: Data) -> Data:
+    def _images(self, data: Data) -> Mapping[str, Any]:
         """Return the images under the robot's names; raise ValueError for an unknown camera."""
         images = data if self.images is None else require_mapping(data, self.images, self.name)
         known = {*self.cameras, *self.unused}
@@ -113,7 +113,7 @@ class RobotInputs:
             )
         return images
 
-    def _pixels(self, images: Data, leading: tuple[int, ...]) -> dict[str, np.ndarray]:
+    def _pixels(self, images: Mapping[str, Any], leading: tuple[int, ...]) -> dict[str, np.ndarray]:
         """Return the images by the model's slots."""
         pixels = {}
         for name, slot in self.cameras.items():
