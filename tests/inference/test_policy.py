@@ -14,9 +14,9 @@ from piston.inference.loading import random_policy
 from piston.inference.policy import Policy
 from piston.inference.quantization import quantize_for_inference
 from piston.robots.aloha import make_aloha_example
-from piston.robots.droid import DROID
-from piston.robots.simple import LIBERO, UR5
+from piston.robots.simple import DROID, LIBERO, UR5
 from piston.serialization import to_json
+from piston.transforms import Group
 from piston.transforms.normalize import NormStats, write_norm_stats
 
 ROBOTS = {
@@ -57,6 +57,31 @@ def test_the_same_seed_or_noise_gives_the_same_actions(aloha):
 def test_noise_of_another_shape_is_refused(aloha):
     with pytest.raises(ValueError, match=r"of shape \(50, 14\); expected \(50, 32\)"):
         aloha.infer(make_aloha_example(), noise=np.zeros((50, 14)))
+
+
+def _unchecked_inputs(data):
+    """Inputs of a user's robot that validate nothing."""
+    state = np.asarray(data["joints"])
+    actions = {key: data[key] for key in data if key == "actions"}
+    return {"image": {}, "image_mask": {}, "state": state, "prompt": "go", **actions}
+
+
+@pytest.mark.parametrize("statistics", [True, False], ids=["statistics", "random policy"])
+def test_nan_from_a_robot_without_checks_is_refused(aloha, statistics):
+    stats = {key: NormStats(np.zeros(3), np.ones(3)) for key in ("state", "actions")}
+    pipeline = dataclasses.replace(
+        presets.get("pi0_aloha_sim").data.create("assets", aloha.model.config),
+        norm_stats=stats if statistics else {},
+        data_transforms=Group(inputs=(_unchecked_inputs,)),
+    )
+    policy = Policy(aloha.model, pipeline)
+    assert np.isfinite(policy.infer({"joints": np.zeros(3)})["actions"]).all()
+    with pytest.raises(ValueError, match=r"'state' holds NaN or infinity at 1 \(shape \(3,\)\)"):
+        policy.infer({"joints": np.array([0, np.nan, 0])})
+    with pytest.raises(ValueError, match=r"'actions' holds NaN or infinity at \(0, 0\)"):
+        policy.infer({"joints": np.zeros(3), "rtc": _rtc(np.full((40, 3), np.inf))})
+    with pytest.raises(ValueError, match="'state' has dtype <U1; expected numbers"):
+        policy.infer({"joints": ["a", "b", "c"]})
 
 
 def _mixed_requests():

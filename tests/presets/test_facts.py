@@ -9,7 +9,7 @@ import tyro
 
 from piston import presets
 from piston.models.configs import GEMMA, Pi0Config, Pi0FASTConfig
-from piston.robots.droid import RLDSDroidDataConfig
+from piston.robots.simple import RLDSDroidDataConfig
 from piston.transforms import RepackTransform
 from piston.transforms.actions import make_bool_mask
 

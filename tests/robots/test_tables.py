@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from piston.models.configs import Pi0FASTConfig
-from piston.robots.droid import DROID, FAST_DROID
-from piston.robots.simple import LIBERO, UR5
+from piston.robots.simple import DROID, FAST_DROID, LIBERO, UR5
 
 
 @pytest.mark.parametrize("leading", [(), (2,)])

@@ -14,7 +14,7 @@ import pytest
 from openpi_client.websocket_client_policy import WebsocketClientPolicy
 
 from piston.serving import Server, ServerConfig, running_server
-from piston.transforms import compose, require_mapping, require_vector
+from piston.transforms import compose, require_mapping, require_numbers
 
 HORIZON, DIM = 5, 4
 
@@ -42,7 +42,7 @@ class SmallPolicy:
         return [self._act(self._inputs(observation)) for observation in observations]
 
     def check(self, observation: dict) -> dict:
-        require_vector(observation, "state", DIM, "SmallPolicy")
+        require_numbers(observation, "state", "SmallPolicy", DIM)
         for name, image in require_mapping(observation, "images", "SmallPolicy").items():
             if not isinstance(image, np.ndarray) or image.ndim != 3:
                 raise ValueError(f"SmallPolicy: image {name!r} has the wrong shape.")

@@ -119,6 +119,22 @@ def test_statistics_narrower_than_the_data_are_refused():
         Normalize({"state": NormStats([0, 0], [1, 1])})({"state": np.zeros(3)})
 
 
+@pytest.mark.parametrize("kind", [Normalize, Unnormalize])
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (np.where(np.arange(14) == 3, np.nan, 0), r"'state' holds NaN or infinity at 3 \(shape"),
+        (np.full((2, 14), np.inf), r"at \(0, 0\), \(0, 1\), .* and 20 more"),
+        (np.array(["a"] * 14), r"'state' has dtype <U1; expected numbers"),
+        (np.float64(1.0), r"'state' has shape \(\); expected \(…, dim\)"),
+    ],
+)
+def test_values_that_are_not_finite_numbers_are_refused(kind, value, message):
+    stats = {"state": NormStats(np.zeros(14), np.ones(14))}
+    with pytest.raises(ValueError, match=f"{kind.__name__}: .*{message}".replace(": .*'", ": '")):
+        kind(stats)({"state": value})
+
+
 def test_padded_statistics_lend_their_first_dimensions(caplog):
     padded = {"state": NormStats([1, 2, 0, 0], [1, 2, 0, 0])}
     plain = {"state": NormStats([1, 2], [1, 2])}

@@ -2,27 +2,12 @@
 
 from piston.config import AssetsConfig, TrainConfig
 from piston.models.configs import Pi0Config
-from piston.robots.aloha import LeRobotAlohaDataConfig
-from piston.transforms import Group, RepackTransform
+from piston.robots.aloha import CAMERAS, LeRobotAlohaDataConfig, repack_aloha
 
 _TROSSEN = AssetsConfig(asset_id="trossen")
 _RESET_POSE = {"reset_pose": [0, -1.5, 1.5, 0, 0, 0]}
 
-_THREE_CAMERAS = Group(
-    inputs=(
-        RepackTransform(
-            {
-                "images": {
-                    "cam_high": "observation.images.cam_high",
-                    "cam_left_wrist": "observation.images.cam_left_wrist",
-                    "cam_right_wrist": "observation.images.cam_right_wrist",
-                },
-                "state": "observation.state",
-                "actions": "action",
-            }
-        ),
-    )
-)
+_THREE_CAMERAS = repack_aloha(**{name: f"observation.images.{name}" for name in CAMERAS})
 
 
 def _pen_uncap(base: str) -> LeRobotAlohaDataConfig:

@@ -2,7 +2,7 @@
 
 from piston.config import AssetsConfig, CosineDecaySchedule, TrainConfig
 from piston.models.configs import ModelConfig, Pi0Config, Pi0FASTConfig
-from piston.robots.droid import (
+from piston.robots.simple import (
     DroidDataConfig,
     LeRobotDROIDDataConfig,
     RLDSDataset,

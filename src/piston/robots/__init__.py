@@ -1,8 +1,8 @@
 """Robots: from a robot's own keys to the model's inputs, and from the model's actions back.
 
-Most robots are tables: a `RobotInputs` and a subclass of `RobotDataConfig`. Numbers are checked
-here, where they enter and leave; later transforms rely on that. A robot emits the cameras that it
-has; `FillCameras` adds the model's others.
+Most robots are tables: a `RobotInputs` and a subclass of `RobotDataConfig`. Keys and shapes are
+checked here; `Normalize` refuses values that are not finite. A robot emits the cameras that it has;
+`FillCameras` adds the model's others.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -23,9 +23,8 @@ from piston.transforms import (
     RepackTransform,
     listed,
     require,
-    require_chunk,
     require_mapping,
-    require_vector,
+    require_numbers,
 )
 from piston.transforms.actions import AbsoluteActions, DeltaActions
 from piston.transforms.images import to_uint8_hwc
@@ -51,9 +50,8 @@ class RobotInputs:
 
     def __post_init__(self) -> None:
         if len(set(self.cameras.values())) < len(self.cameras):
-            raise ValueError(
-                f"{self.name}: two cameras are mapped to one slot: {dict(self.cameras)}."
-            )
+            slots = dict(self.cameras)
+            raise ValueError(f"{self.name}: two cameras are mapped to one slot: {slots}.")
 
     def __call__(self, data: Data) -> Data:
         images = self._images(data)  # first: cameras tell best which robot sent the observation
@@ -66,7 +64,7 @@ class RobotInputs:
             **{key: data[key] for key in ALWAYS_KEPT if key in data},
         }
         if "actions" in data:
-            seen["actions"] = require_chunk(data, "actions", self.action_dim, self.name)
+            seen["actions"] = require_numbers(data, "actions", self.name, self.action_dim, axes=2)
             if seen["actions"].shape[:-2] != state.shape[:-1]:
                 raise ValueError(
                     f"{self.name}: 'actions' has shape {seen['actions'].shape}, the state "
@@ -82,7 +80,7 @@ class RobotInputs:
         """Return a random observation in the robot's own keys, for tests and to try a policy."""
         random = np.random.default_rng(0)
         images = {
-            name: random.integers(256, size=(224, 224, 3), dtype=np.uint8) for name in self.cameras
+            name: random.integers(256, size=(224, 224, 3), dtype="u1") for name in self.cameras
         }
         state = {key: random.random(dim, np.float32) for key, dim in self.state.items()}
         inside = images if self.images is None else {self.images: images}
@@ -94,7 +92,7 @@ class RobotInputs:
             value = np.asarray(require(data, key, self.name))
             if dim == 1 and parts and value.shape == parts[0].shape[:-1]:
                 value = value[..., np.newaxis]  # a number instead of a vector of one
-            parts.append(require_vector({key: value}, key, dim, self.name))
+            parts.append(require_numbers({key: value}, key, self.name, dim))
         if len({part.shape[:-1] for part in parts}) > 1:
             shapes = {key: part.shape for key, part in zip(self.state, parts)}
             raise ValueError(f"{self.name}: the shapes are {shapes}; their batch axes must agree.")
@@ -104,9 +102,11 @@ class RobotInputs:
         """Return the images under the robot's names; raise ValueError for an unknown camera."""
         images = data if self.images is None else require_mapping(data, self.images, self.name)
         known = {*self.cameras, *self.unused}
-        # Among the robot's other keys, an image is what looks like one.
-        found = {name for name, value in images.items() if self.images or _is_image(value)}
-        if unknown := found - known:
+        unknown = images.keys() - known
+        if self.images is None:  # among the robot's other keys, an image is what looks like one
+            arrays = {name: np.asarray(images[name]) for name in unknown}
+            unknown = {n for n, array in arrays.items() if array.ndim > 2 and array.dtype == "u1"}
+        if unknown:
             raise ValueError(
                 f"{self.name}: camera {listed(unknown)} is not expected; this robot has "
                 f"{listed(known)}. Leave it out, or map it to a slot of the model in `cameras`."
@@ -129,10 +129,6 @@ class RobotInputs:
         return pixels
 
 
-def _is_image(value: Any) -> bool:
-    return np.ndim(value) > 2 and np.asarray(value).dtype == np.uint8
-
-
 @dataclasses.dataclass(frozen=True)
 class RobotOutputs:
     """The robot's own action dimensions, without the model's padding."""
@@ -142,12 +138,10 @@ class RobotOutputs:
     action_dim: int
 
     def __call__(self, data: Data) -> Data:
-        actions = require_chunk(data, "actions", None, self.name)
+        actions = require_numbers(data, "actions", self.name, axes=2)
         if actions.shape[-1] < self.action_dim:
-            raise ValueError(
-                f"{self.name}: 'actions' has shape {actions.shape}; expected at least "
-                f"{self.action_dim} dimensions."
-            )
+            expected = f"expected at least {self.action_dim} dimensions"
+            raise ValueError(f"{self.name}: 'actions' has shape {actions.shape}; {expected}.")
         return {"actions": actions[..., : self.action_dim]}
 
 
@@ -178,8 +172,5 @@ class RobotDataConfig(DataConfigFactory):
         config = dataclasses.replace(config, data_transforms=transforms)
         if self.repack is None:
             return config
-        return dataclasses.replace(
-            config,
-            repack_transforms=Group([self.repack]),
-            action_sequence_keys=(self.repack.structure["actions"],),
-        )
+        keys, chunks = Group([self.repack]), (self.repack.structure["actions"],)
+        return dataclasses.replace(config, repack_transforms=keys, action_sequence_keys=chunks)

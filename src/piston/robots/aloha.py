@@ -24,12 +24,7 @@ from piston.models.configs import ModelConfig
 from piston.robots import RobotInputs, RobotOutputs
 from piston.serialization import register
 from piston.transforms import Data, Group, RepackTransform
-from piston.transforms.actions import (
-    AbsoluteActions,
-    DeltaActions,
-    PerturbState,
-    make_bool_mask,
-)
+from piston.transforms.actions import AbsoluteActions, DeltaActions, PerturbState, make_bool_mask
 
 logger = logging.getLogger(__name__)
 
@@ -107,15 +102,10 @@ class AlohaOutputs:
 
 def make_aloha_example() -> Data:
     """Return a random observation in ALOHA's own keys, for tests and to try a policy."""
-    random = np.random.default_rng(0)
-    cameras = (*CAMERAS, UNUSED_CAMERA)
-    return {
-        "images": {
-            name: random.integers(256, size=(3, 224, 224), dtype=np.uint8) for name in cameras
-        },
-        "state": random.uniform(0.0, 1.0, DIM).astype(np.float32),
-        "prompt": "do something",
-    }
+    random, cameras = np.random.default_rng(0), (*CAMERAS, UNUSED_CAMERA)
+    images = {name: random.integers(256, size=(3, 224, 224), dtype=np.uint8) for name in cameras}
+    state = random.uniform(0.0, 1.0, DIM).astype(np.float32)
+    return {"images": images, "state": state, "prompt": "do something"}
 
 
 def _state_to_model(state: Float[np.ndarray, "*b 14"]) -> Float[np.ndarray, "*b 14"]:
@@ -140,6 +130,7 @@ def _actions_to_robot(actions: Float[np.ndarray, "*b h 14"]) -> Float[np.ndarray
 
 
 def _with_grippers(values: np.ndarray, grippers: np.ndarray) -> np.ndarray:
+    """Turn the joints that differ, and set the grippers."""
     turned = _JOINT_SIGNS.astype(grippers.dtype) * values
     turned[..., GRIPPERS] = grippers
     return turned
@@ -151,6 +142,12 @@ def _fraction(values: np.ndarray, span: tuple[float, float]) -> np.ndarray:
 
 def _spread(values: np.ndarray, span: tuple[float, float]) -> np.ndarray:
     return values * (span[1] - span[0]) + span[0]
+
+
+def repack_aloha(**cameras: str) -> Group:
+    """Return the renaming of a data set's keys, of which `cameras` names the images."""
+    keys = {"images": cameras, "state": "observation.state", "actions": "action"}
+    return Group([RepackTransform(keys)])
 
 
 @register("aloha")
@@ -168,17 +165,7 @@ class LeRobotAlohaDataConfig(DataConfigFactory):
     # learn to correct an error instead of keeping it.
     state_noise: float = 0.0
     # The data set's keys for the robot's own.
-    repack_transforms: tyro.conf.Suppress[Group] = Group(
-        inputs=(
-            RepackTransform(
-                {
-                    "images": {"cam_high": "observation.images.top"},
-                    "state": "observation.state",
-                    "actions": "action",
-                }
-            ),
-        )
-    )
+    repack_transforms: tyro.conf.Suppress[Group] = repack_aloha(cam_high="observation.images.top")
     # The data set's columns that are read as chunks.
     action_sequence_keys: tuple[str, ...] = ("action",)
     # The robot's cameras and the model's slots for them.
@@ -190,19 +177,15 @@ class LeRobotAlohaDataConfig(DataConfigFactory):
         return make_aloha_example()
 
     def create(self, assets_dirs: Path, model_config: ModelConfig) -> DataConfig:
-        data_transforms = Group(
-            inputs=(AlohaInputs(adapt_to_pi=self.adapt_to_pi, cameras=self.cameras),),
-            outputs=(AlohaOutputs(adapt_to_pi=self.adapt_to_pi),),
-        )
+        inputs = AlohaInputs(adapt_to_pi=self.adapt_to_pi, cameras=self.cameras)
+        transforms = Group([inputs], [AlohaOutputs(adapt_to_pi=self.adapt_to_pi)])
         if self.state_noise:
-            data_transforms = data_transforms.push([PerturbState(self.state_noise, JOINTS)], [])
+            transforms = transforms.push([PerturbState(self.state_noise, JOINTS)])
         if self.use_delta_joint_actions:
-            data_transforms = data_transforms.push(
-                [DeltaActions(JOINTS)], [AbsoluteActions(JOINTS)]
-            )
+            transforms = transforms.push([DeltaActions(JOINTS)], [AbsoluteActions(JOINTS)])
         return dataclasses.replace(
             self.create_base_config(assets_dirs, model_config),
             repack_transforms=self.repack_transforms,
-            data_transforms=data_transforms,
+            data_transforms=transforms,
             action_sequence_keys=self.action_sequence_keys,
         ).with_action_stride(self.action_stride)

@@ -42,10 +42,12 @@ _BROKEN = "\ufffd"
 _LONGEST_PIECE = 10_000
 _BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 # Where transformers finds the class that reads a saved folder.
-_AUTO_MAP = {
-    "AutoProcessor": (
-        "physical-intelligence/fast--processing_action_tokenizer.UniversalActionProcessor"
-    )
+_CLASS = "UniversalActionProcessor"
+_PROCESSOR = {
+    "auto_map": {
+        "AutoProcessor": f"physical-intelligence/fast--processing_action_tokenizer.{_CLASS}"
+    },
+    "processor_class": _CLASS,
 }
 
 
@@ -63,26 +65,17 @@ class FASTFiles:
 
     @classmethod
     def read(cls, folder: Path) -> FASTFiles:
-        for name in ("tokenizer.json", "processor_config.json"):
-            if not (folder / name).is_file():
-                raise FileNotFoundError(
-                    f"{name} missing in {folder}. A FAST tokenizer's folder holds tokenizer.json "
-                    f"and processor_config.json, as {PUBLIC_FAST} does."
-                )
-        settings = read_json_object(folder / "processor_config.json")
-        absent = [key for key in ("scale", "min_token") if settings.get(key) is None]
-        if absent:
-            raise ValueError(
-                f"{folder / 'processor_config.json'} lacks {', '.join(absent)}; "
-                f"it has {sorted(settings)}."
+        bpe, config = paths = (folder / "tokenizer.json", folder / "processor_config.json")
+        if missing := [path.name for path in paths if not path.is_file()]:
+            raise FileNotFoundError(
+                f"{' and '.join(missing)} missing in {folder}. A FAST tokenizer's folder holds "
+                f"tokenizer.json and processor_config.json, as {PUBLIC_FAST} does."
             )
-        return cls(
-            bpe=(folder / "tokenizer.json").read_text("utf-8"),
-            scale=settings["scale"],
-            min_token=settings["min_token"],
-            time_horizon=settings.get("time_horizon"),
-            action_dim=settings.get("action_dim"),
-        )
+        found = read_json_object(config)
+        if absent := [key for key in ("scale", "min_token") if found.get(key) is None]:
+            raise ValueError(f"{config} lacks {', '.join(absent)}; it has {sorted(found)}.")
+        names = [field.name for field in dataclasses.fields(cls) if field.name in found]
+        return cls(bpe=bpe.read_text("utf-8"), **{name: found[name] for name in names})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,43 +109,28 @@ class FASTTokenizer:
         # Room below, since other data reach further than those fitted to.
         min_token = lowest - (highest - lowest) // 2 - 1
         bpe = _train_bpe([_as_text(c, min_token) for c in coefficients], vocab_size)
-        horizons, dims = (sorted({c.shape[axis] for c in coefficients}) for axis in (0, 1))
-        return cls(
-            FASTFiles(
-                bpe=bpe.to_str(pretty=True),
-                scale=scale,
-                min_token=min_token,
-                time_horizon=horizons[0] if len(horizons) == 1 else None,
-                action_dim=dims[0] if len(dims) == 1 else None,
-            )
-        )
+        sizes = [{c.shape[axis] for c in coefficients} for axis in (0, 1)]
+        horizon, dim = (size.pop() if len(size) == 1 else None for size in sizes)
+        return cls(FASTFiles(bpe.to_str(pretty=True), scale, min_token, horizon, dim))
 
     def save(self, folder: str | Path) -> None:
         """Write the layout of the public tokenizer."""
-        folder = Path(folder)
-        write_text(folder / "tokenizer.json", self.files.bpe)
+        settings = dataclasses.asdict(self.files) | {"vocab_size": self.vocab_size}
+        write_text(Path(folder) / "tokenizer.json", settings.pop("bpe"))
         contents: dict[str, dict[str, Any]] = {
-            "processor_config.json": {
-                "action_dim": self.files.action_dim,
-                "auto_map": _AUTO_MAP,
-                "min_token": self.files.min_token,
-                "processor_class": "UniversalActionProcessor",
-                "scale": self.files.scale,
-                "time_horizon": self.files.time_horizon,
-                "vocab_size": self.vocab_size,
-            },
+            "processor_config.json": {**_PROCESSOR, **settings},
             "special_tokens_map.json": {},
             "tokenizer_config.json": {
+                **_PROCESSOR,
                 "added_tokens_decoder": {},
-                "auto_map": _AUTO_MAP,
                 # Some coefficients are spaces and full stops: they must come back as they were.
                 "clean_up_tokenization_spaces": False,
-                "processor_class": "UniversalActionProcessor",
                 "tokenizer_class": "PreTrainedTokenizerFast",
             },
         }
         for name, content in contents.items():
-            write_text(folder / name, json.dumps(content, indent=2) + "\n")
+            text = json.dumps(content, indent=2, sort_keys=True)
+            write_text(Path(folder) / name, text + "\n")
 
     @property
     def vocab_size(self) -> int:
@@ -171,32 +149,23 @@ class FASTTokenizer:
     ) -> Float[np.ndarray, "h d"]:
         """Return the chunk of these codes, or zeros and a warning if they are not such a chunk."""
         codes = [int(code) for code in codes]
-        nothing = np.zeros((horizon, action_dim))
         outside = [code for code in codes if not 0 <= code < self.vocab_size]
+        text = "" if outside else self._bpe.decode(codes)
         if outside:
-            _warn_malformed(
-                "outside the vocabulary",
-                f"{len(outside)} of {len(codes)} codes lie outside 0 … {self.vocab_size - 1} "
-                f"(the first: {outside[0]})",
-            )
-            return nothing
-        text = self._bpe.decode(codes)
-        if _BROKEN in text:
-            _warn_malformed(
-                "broken characters",
-                f"{text.count(_BROKEN)} of {len(text)} coefficients are broken characters",
-            )
-            return nothing
-        if len(text) != horizon * action_dim:
-            _warn_malformed(
-                "wrong length",
-                f"{len(codes)} codes hold {len(text)} coefficients, expected {horizon} × "
-                f"{action_dim} = {horizon * action_dim}",
-            )
-            return nothing
-        characters = np.array([ord(character) for character in text], dtype=np.float64)
-        coefficients = (characters + self.files.min_token).reshape(horizon, action_dim)
-        return _dct_matrix(horizon).T @ (coefficients / self.files.scale)
+            kind, last = "outside the vocabulary", self.vocab_size - 1
+            found = f"{len(outside)} codes lie outside 0 … {last} (the first: {outside[0]})"
+        elif _BROKEN in text:
+            kind = "broken characters"
+            found = f"{text.count(_BROKEN)} of {len(text)} coefficients are broken characters"
+        elif len(text) != horizon * action_dim:
+            kind, expected = "wrong length", f"{horizon} × {action_dim} = {horizon * action_dim}"
+            found = f"{len(codes)} codes hold {len(text)} coefficients, expected {expected}"
+        else:
+            characters = np.array([ord(character) for character in text], dtype=np.float64)
+            coefficients = (characters + self.files.min_token).reshape(horizon, action_dim)
+            return _dct_matrix(horizon).T @ (coefficients / self.files.scale)
+        _warn_malformed(kind, found)
+        return np.zeros((horizon, action_dim))
 
     @functools.cached_property
     def files(self) -> FASTFiles:
@@ -236,20 +205,22 @@ class FASTPrompt:
         if chunk is None:
             return prefix_ids, []
         codes = [self._first_id - code for code in self.fast.encode(chunk)]
-        return prefix_ids, [*self._opening, *codes, *self._closing, self.text.eos_id]
+        opening, closing = map(self.text.encode, ("Action: ", "|"))
+        return prefix_ids, [*opening, *codes, *closing, self.text.eos_id]
 
     def decode(
         self, tokens: Sequence[int] | Int[np.ndarray, " n"], horizon: int, action_dim: int
     ) -> Float[np.ndarray, "h d"]:
         """Return the chunk in what the model wrote, or zeros and a warning if there is none."""
         ids = [int(token) for token in tokens]
-        start = _find(ids, self._opening)
+        opening, closing = map(self.text.encode, ("Action: ", "|"))
+        start = _find(ids, opening)
         if start is None:
             _warn_malformed("no opening", f"no 'Action: ' in {len(ids)} tokens ({ids[:8]} …)")
             return np.zeros((horizon, action_dim))
-        ids = ids[start + len(self._opening) :]
+        ids = ids[start + len(opening) :]
         # Without an end the tokens ran out; they may still hold a whole chunk.
-        ends = (_find(ids, end) for end in (self._closing, [self.text.eos_id], [self.text.pad_id]))
+        ends = (_find(ids, end) for end in (closing, [self.text.eos_id], [self.text.pad_id]))
         ids = ids[: min((end for end in ends if end is not None), default=len(ids))]
         return self.fast.decode([self._first_id - index for index in ids], horizon, action_dim)
 
@@ -265,14 +236,6 @@ class FASTPrompt:
                 f"{num_text_ids + num_codes + NUM_SKIPPED_IDS}, or fit a smaller FAST tokenizer."
             )
         return self.vocab_size - 1 - NUM_SKIPPED_IDS
-
-    @functools.cached_property
-    def _opening(self) -> list[int]:
-        return self.text.encode("Action: ")
-
-    @functools.cached_property
-    def _closing(self) -> list[int]:
-        return self.text.encode("|")
 
 
 @functools.lru_cache(maxsize=32)

@@ -2,50 +2,38 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from piston.assets import resolve
 
 PUBLIC_PALIGEMMA = "gs://big_vision/paligemma_tokenizer.model"
-# 0 is padding, 1 ends, 2 begins, as in PaliGemma's vocabulary.
 _NUM_SPECIAL = 3
 
 
-class TextTokenizer(Protocol):
-    """Text ↔ ids."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def bos_id(self) -> int: ...
-
-    @property
-    def eos_id(self) -> int: ...
-
-    @property
-    def pad_id(self) -> int: ...
-
-    @property
-    def num_text_ids(self) -> int:
-        """The first id that is hardly used by text; action codes may take ids from here on."""
-        ...
-
-    def encode(self, text: str, bos: bool = False) -> list[int]: ...
-
-    def decode(self, ids: Iterable[int]) -> str: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class BytesTokenizer:
-    """One id per UTF-8 byte: byte b is id b + 3. Needs no file."""
+class TextTokenizer(abc.ABC):
+    """Text ↔ ids. The special ids are those of PaliGemma's vocabulary."""
 
     pad_id = 0
     eos_id = 1
     bos_id = 2
+    # The first id that is hardly used by text; action codes may take ids from here on.
+    num_text_ids: int
+
+    @abc.abstractmethod
+    def encode(self, text: str, bos: bool = False) -> list[int]: ...
+
+    @abc.abstractmethod
+    def decode(self, ids: Iterable[int]) -> str: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class BytesTokenizer(TextTokenizer):
+    """One id per UTF-8 byte: byte b is id b + 3. Needs no file."""
+
     vocab_size = 256 + _NUM_SPECIAL
     num_text_ids = 256 + _NUM_SPECIAL
 
@@ -56,38 +44,22 @@ class BytesTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of the ids that are bytes; a model may write others, or broken UTF-8."""
-        content = bytes(
-            int(index) - _NUM_SPECIAL for index in ids if _NUM_SPECIAL <= index < self.vocab_size
-        )
-        return content.decode("utf-8", errors="replace")
+        known = (int(index) for index in ids if _NUM_SPECIAL <= index < self.vocab_size)
+        return bytes(index - _NUM_SPECIAL for index in known).decode("utf-8", errors="replace")
 
 
 @dataclasses.dataclass(frozen=True)
-class PaligemmaTokenizer:
+class PaligemmaTokenizer(TextTokenizer):
     """PaliGemma's 257,152 SentencePiece pieces: text, then 1,024 `<loc>` and 128 `<seg>` pieces."""
 
     location: str = PUBLIC_PALIGEMMA
 
+    # Words, digits, punctuation and common letters are below, rare characters above.
+    num_text_ids = 240_000
+
     @property
     def vocab_size(self) -> int:
         return self._processor.vocab_size()
-
-    @property
-    def bos_id(self) -> int:
-        return self._processor.bos_id()
-
-    @property
-    def eos_id(self) -> int:
-        return self._processor.eos_id()
-
-    @property
-    def pad_id(self) -> int:
-        return self._processor.pad_id()
-
-    @property
-    def num_text_ids(self) -> int:
-        # Words, digits, punctuation and common letters are below, rare characters above.
-        return 240_000
 
     def encode(self, text: str, bos: bool = False) -> list[int]:
         return self._processor.encode(text, add_bos=bos)
@@ -101,12 +73,16 @@ class PaligemmaTokenizer:
 
         path = resolve(self.location)
         try:
-            return sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
+            processor = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
+            ids = (processor.pad_id(), processor.eos_id(), processor.bos_id())
+            if ids != (self.pad_id, self.eos_id, self.bos_id):
+                raise RuntimeError(f"its ids of padding, end and beginning are {ids}")
         except RuntimeError as error:
             raise ValueError(
-                f"{path} is not a SentencePiece vocabulary ({error}). Expected PaliGemma's file, "
-                f"as at {PUBLIC_PALIGEMMA}; remove a broken download and fetch it again."
+                f"{path} is not PaliGemma's SentencePiece vocabulary ({error}). Expected the file "
+                f"at {PUBLIC_PALIGEMMA}; remove a broken download and fetch it again."
             ) from error
+        return processor
 
     def __getstate__(self) -> dict[str, Any]:
         return {"location": self.location}

@@ -2,7 +2,7 @@
 
 A transform never changes what it is given, nested dictionaries included, and takes any number of
 leading batch axes. Here are chains and groups of transforms, the renaming of keys, and the checks
-with which robots validate data. Later transforms rely on those checks.
+of keys and shapes. `Normalize` checks that values are finite.
 """
 
 from __future__ import annotations
@@ -69,9 +69,8 @@ class CompositeTransform:
             try:
                 data = transform(data)
             except Exception as error:
-                error.add_note(
-                    f"in transform {name_of(transform)} ({position} of {len(self.transforms)})"
-                )
+                place = f"{position} of {len(self.transforms)}"
+                error.add_note(f"in transform {name_of(transform)} ({place})")
                 raise
         return data
 
@@ -79,8 +78,7 @@ class CompositeTransform:
         return CompositeTransform(for_inference(self.transforms))
 
 
-def compose(transforms: Iterable[Transform]) -> CompositeTransform:
-    return CompositeTransform(tuple(transforms))
+compose = CompositeTransform
 
 
 def for_inference(transforms: Iterable[Transform]) -> tuple[Transform, ...]:
@@ -98,14 +96,15 @@ def name_of(transform: Transform) -> str:
     return getattr(transform, "__name__", type(transform).__name__)
 
 
-def _checked(transforms: Sequence[Transform]) -> tuple[Transform, ...]:
+def _checked(transforms: Iterable[Transform]) -> tuple[Transform, ...]:
+    transforms = tuple(transforms)
     for transform in transforms:
         if isinstance(transform, type):
             name = transform.__name__
             raise TypeError(f"{name} is a class; a transform is an instance of it: {name}().")
         if not callable(transform):
             raise TypeError(f"{transform!r} is not a transform: it cannot be called with data.")
-    return tuple(transforms)
+    return transforms
 
 
 @register("repack")
@@ -113,9 +112,8 @@ def _checked(transforms: Sequence[Transform]) -> tuple[Transform, ...]:
 class RepackTransform:
     """Return a dictionary in the shape of `structure`, whose leaves name keys of the data.
 
-    A leaf is a key (`"observation.state"`) or the path to a nested one (`"images/top"`).
-    Keys that `structure` does not name are dropped, except the prompt and the padding mask of the
-    actions.
+    A leaf is a key (`"observation.state"`) or the path to a nested one (`"images/top"`). Other keys
+    are dropped, except the prompt and the padding mask of the actions.
     """
 
     structure: Mapping[str, Any]
@@ -123,9 +121,8 @@ class RepackTransform:
     def __post_init__(self) -> None:
         for path, source in flatten_dict(self.structure).items():
             if not isinstance(source, str):
-                raise TypeError(
-                    f"RepackTransform: {path!r} must name a key of the data, found {source!r}."
-                )
+                found = f"{path!r} must name a key of the data, found {source!r}."
+                raise TypeError(f"RepackTransform: {found}")
 
     def __call__(self, data: Data) -> Data:
         filled = _fill(self.structure, {**flatten_dict(data), **data})
@@ -156,10 +153,7 @@ def flatten_dict(tree: Mapping[str, Any], separator: str = "/") -> Data:
 
 
 def require(data: Mapping[str, Any], key: str, context: str) -> Any:
-    """Return the value of `key`, or raise an error that names the keys there are.
-
-    `context` is what asks for the key. It is a prefix of the message.
-    """
+    """Return the value of `key`. Raise an error that begins with `context` if it is missing."""
     if key not in data:
         raise missing_key(key, data, context)
     return data[key]
@@ -168,20 +162,24 @@ def require(data: Mapping[str, Any], key: str, context: str) -> Any:
 def require_mapping(data: Mapping[str, Any], key: str, context: str) -> Mapping[str, Any]:
     value = require(data, key, context)
     if not isinstance(value, Mapping):
-        raise ValueError(
-            f"{context}: {key!r} is a {type(value).__name__}; expected a dictionary of names."
-        )
+        found = type(value).__name__
+        raise ValueError(f"{context}: {key!r} is a {found}; expected a dictionary of names.")
     return value
 
 
-def require_vector(data: Mapping[str, Any], key: str, dim: int | None, context: str) -> np.ndarray:
-    """Return finite numbers of shape (…, dim); the last axis is of any size if `dim` is None."""
-    return _checked_numbers(require(data, key, context), key, dim, context, axes=("dim",))
-
-
-def require_chunk(data: Mapping[str, Any], key: str, dim: int | None, context: str) -> np.ndarray:
-    """Return finite numbers of shape (…, horizon, dim), with `dim` as in `require_vector`."""
-    return _checked_numbers(require(data, key, context), key, dim, context, axes=("horizon", "dim"))
+def require_numbers(
+    data: Mapping[str, Any], key: str, context: str, dim: int | None = None, axes: int = 1
+) -> np.ndarray:
+    """Return numbers of shape (…, dim), or with two axes (…, horizon, dim); None: of any size."""
+    array = np.asarray(require(data, key, context))
+    expected = f"(…, {'horizon, ' * (axes - 1)}{dim or 'dim'})"
+    if array.dtype.kind not in "iuf":
+        raise ValueError(
+            f"{context}: {key!r} has dtype {array.dtype}; expected numbers {expected}."
+        )
+    if array.ndim < axes or dim not in (None, array.shape[-1]):
+        raise ValueError(f"{context}: {key!r} has shape {array.shape}; expected {expected}.")
+    return array
 
 
 def missing_key(key: str, available: Iterable[str], context: str) -> MissingKeyError:
@@ -192,26 +190,3 @@ def missing_key(key: str, available: Iterable[str], context: str) -> MissingKeyE
 
 def listed(names: Iterable[str]) -> str:
     return ", ".join(repr(name) for name in sorted(names)) or "nothing"
-
-
-def _checked_numbers(
-    value: Any, key: str, dim: int | None, context: str, axes: tuple[str, ...]
-) -> np.ndarray:
-    array = np.asarray(value)
-    expected = ", ".join(["…", *axes[:-1], str(dim or axes[-1])])
-    if array.dtype.kind not in "iuf":
-        raise ValueError(
-            f"{context}: {key!r} has dtype {array.dtype}; expected numbers ({expected})."
-        )
-    if array.ndim < len(axes) or (dim is not None and array.shape[-1] != dim):
-        raise ValueError(f"{context}: {key!r} has shape {array.shape}; expected ({expected}).")
-    finite = np.isfinite(array)
-    if not finite.all():
-        bad = np.argwhere(~finite)
-        shown = [index[0] if len(index) == 1 else tuple(index) for index in bad[:8].tolist()]
-        more = f" and {len(bad) - 8} more" if len(bad) > 8 else ""
-        raise ValueError(
-            f"{context}: {key!r} holds NaN or infinity at {', '.join(map(str, shown))}{more} "
-            f"(shape {array.shape}); expected finite numbers."
-        )
-    return array

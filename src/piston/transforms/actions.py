@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Float
@@ -19,10 +20,7 @@ from piston.transforms import Data, require
 
 def make_bool_mask(*dims: int) -> tuple[bool, ...]:
     """Return runs of True (positive) and False (negative): (6, -1) is six True, then one False."""
-    mask: list[bool] = []
-    for dim in dims:
-        mask.extend([dim > 0] * abs(dim))
-    return tuple(mask)
+    return tuple(dim > 0 for dim in dims for _ in range(abs(dim)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,16 +29,37 @@ class _Masked:
 
     # The dimensions that are relative; None for none.
     mask: Sequence[bool] | None
+    # Whether the state is added (1) or subtracted (−1).
+    sign: ClassVar[int]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mask", _as_mask(self.mask, type(self).__name__))
 
-    def _shift(self, data: Data, sign: int) -> Data:
-        """Add or subtract the state, from every step of the chunk."""
+    def __call__(self, data: Data) -> Data:
         if self.mask is None or "actions" not in data:
             return data
-        actions, offset = _actions_and_offset(data, self.mask, type(self).__name__)
-        return {**data, "actions": (actions + sign * offset).astype(actions.dtype)}
+        context = type(self).__name__
+        actions = _as_float(data["actions"])
+        state = _as_float(require(data, "state", context))
+        if actions.ndim < 2 or state.shape[:-1] != actions.shape[:-2]:
+            raise ValueError(
+                f"{context}: 'state' has shape {state.shape} and 'actions' {actions.shape}; their "
+                "batch axes must agree: (…, dim) and (…, horizon, dim)."
+            )
+        chosen = np.flatnonzero(self.mask)
+        if len(self.mask) > actions.shape[-1]:
+            raise ValueError(
+                f"{context}: the mask has {len(self.mask)} entries, 'actions' only "
+                f"{actions.shape[-1]} dimensions (shape {actions.shape})."
+            )
+        if chosen.size and chosen[-1] >= state.shape[-1]:
+            raise ValueError(
+                f"{context}: the mask makes action dimension {chosen[-1]} relative, but 'state' "
+                f"has only {state.shape[-1]} dimensions (shape {state.shape})."
+            )
+        offset = np.zeros((*state.shape[:-1], 1, actions.shape[-1]), state.dtype)
+        offset[..., 0, chosen] = state[..., chosen]
+        return {**data, "actions": (actions + self.sign * offset).astype(actions.dtype)}
 
 
 class DeltaActions(_Masked):
@@ -51,15 +70,13 @@ class DeltaActions(_Masked):
     Data without actions do not change.
     """
 
-    def __call__(self, data: Data) -> Data:
-        return self._shift(data, -1)
+    sign = -1
 
 
 class AbsoluteActions(_Masked):
     """Invert `DeltaActions`: add the state to every step where `mask` is True."""
 
-    def __call__(self, data: Data) -> Data:
-        return self._shift(data, +1)
+    sign = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,32 +116,32 @@ def _noise_table(dim: int) -> Float[np.ndarray, "n dim"]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Strided:
+class SubsampleActions:
+    """Keep every `stride`-th action of the chunk, beginning with the first."""
+
     stride: int
 
     def __post_init__(self) -> None:
         if self.stride < 1:
-            name = type(self).__name__
-            raise ValueError(f"{name}: stride is {self.stride}; expected at least 1.")
-
-
-class SubsampleActions(_Strided):
-    """Keep every `stride`-th action of the chunk, beginning with the first."""
+            raise ValueError(f"SubsampleActions: stride is {self.stride}; expected at least 1.")
 
     def __call__(self, data: Data) -> Data:
-        thinned = {}
+        thinned = dict(data)
         if "actions" in data:
             thinned["actions"] = np.asarray(data["actions"])[..., :: self.stride, :]
         if "action_is_pad" in data:
             thinned["action_is_pad"] = np.asarray(data["action_is_pad"])[..., :: self.stride]
-        return {**data, **thinned}
+        return thinned
 
 
-class InterpolateActions(_Strided):
+@dataclasses.dataclass(frozen=True)
+class InterpolateActions:
     """Invert `SubsampleActions` for smooth motion, with straight lines between the actions.
 
     h actions become (h − 1) · stride + 1.
     """
+
+    stride: int
 
     def __call__(self, data: Data) -> Data:
         actions = _as_float(require(data, "actions", "InterpolateActions"))
@@ -143,19 +160,16 @@ class PadStatesAndActions:
     model_action_dim: int
 
     def __call__(self, data: Data) -> Data:
-        padded = {"state": self._pad(require(data, "state", "PadStatesAndActions"), "state")}
-        if "actions" in data:
-            padded["actions"] = self._pad(data["actions"], "actions")
-        return {**data, **padded}
-
-    def _pad(self, values: np.ndarray, key: str) -> np.ndarray:
-        values = np.asarray(values)
-        if values.shape[-1] > self.model_action_dim:
-            raise ValueError(
-                f"PadStatesAndActions: {key!r} has {values.shape[-1]} dimensions; the model takes "
-                f"at most {self.model_action_dim}. Set --model.action-dim {values.shape[-1]}."
-            )
-        return pad_to_dim(values, self.model_action_dim)
+        padded = dict(data)
+        for key in ("state", "actions") if "actions" in data else ("state",):
+            values = np.asarray(require(data, key, "PadStatesAndActions"))
+            if (dim := values.shape[-1]) > self.model_action_dim:
+                raise ValueError(
+                    f"PadStatesAndActions: {key!r} has {dim} dimensions; the model takes at most "
+                    f"{self.model_action_dim}. Set --model.action-dim {dim}."
+                )
+            padded[key] = pad_to_dim(values, self.model_action_dim)
+        return padded
 
 
 def pad_to_dim(values: np.ndarray, dim: int, axis: int = -1, value: float = 0.0) -> np.ndarray:
@@ -177,33 +191,6 @@ def _as_mask(mask: Sequence[bool] | None, context: str) -> tuple[bool, ...] | No
             "makes one from run lengths."
         )
     return tuple(bool(value) for value in mask)
-
-
-def _actions_and_offset(
-    data: Data, mask: Sequence[bool], context: str
-) -> tuple[Float[np.ndarray, "*b h a"], Float[np.ndarray, "*b 1 a"]]:
-    """Return the actions, and what the state contributes to every step of the chunk."""
-    actions = _as_float(require(data, "actions", context))
-    state = _as_float(require(data, "state", context))
-    if actions.ndim < 2 or state.shape[:-1] != actions.shape[:-2]:
-        raise ValueError(
-            f"{context}: 'state' has shape {state.shape} and 'actions' {actions.shape}; their "
-            "batch axes must agree: (…, dim) and (…, horizon, dim)."
-        )
-    chosen = np.flatnonzero(mask)
-    if len(mask) > actions.shape[-1]:
-        raise ValueError(
-            f"{context}: the mask has {len(mask)} entries, 'actions' only {actions.shape[-1]} "
-            f"dimensions (shape {actions.shape})."
-        )
-    if chosen.size and chosen[-1] >= state.shape[-1]:
-        raise ValueError(
-            f"{context}: the mask makes action dimension {chosen[-1]} relative, but 'state' has "
-            f"only {state.shape[-1]} dimensions (shape {state.shape})."
-        )
-    offset = np.zeros((*state.shape[:-1], 1, actions.shape[-1]), state.dtype)
-    offset[..., 0, chosen] = state[..., chosen]
-    return actions, offset
 
 
 def _as_float(values: np.ndarray) -> np.ndarray:

@@ -8,14 +8,14 @@ Dims: h height, w width; `*b` any leading batch axes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import UInt8
 from PIL import Image
 
-from piston.transforms import Data, listed, missing_key, require, require_mapping
+from piston.transforms import Data, listed, require, require_mapping
 
 # Interpolation may have left [0, 1] by a rounding error.
 _RANGE_TOLERANCE = 1e-3
@@ -40,22 +40,16 @@ def to_uint8_hwc(image: Any, key: str) -> UInt8Images:
         )
     if array.dtype == np.uint8:
         return array
-    if not np.issubdtype(array.dtype, np.floating):
+    if array.dtype.kind != "f":
+        expected = "expected uint8, or float in [0, 1]"
+        raise ValueError(f"Image {key!r} has dtype {array.dtype}; {expected}.")
+    low, high = array.min(initial=0.0), array.max(initial=0.0)
+    # Written so that NaN fails as well.
+    if not (low >= -_RANGE_TOLERANCE and high <= 1 + _RANGE_TOLERANCE):
         raise ValueError(
-            f"Image {key!r} has dtype {array.dtype}; expected uint8, or float in [0, 1]."
+            f"Image {key!r} is {array.dtype} with values from {array.min():g} to {array.max():g}; "
+            "float images must lie in [0, 1]. Give uint8 for 0 to 255."
         )
-    return _from_unit_range(array, key)
-
-
-def _from_unit_range(array: np.ndarray, key: str) -> UInt8Images:
-    if array.size:
-        low, high = float(array.min()), float(array.max())
-        # Written so that NaN fails as well.
-        if not (low >= -_RANGE_TOLERANCE and high <= 1 + _RANGE_TOLERANCE):
-            raise ValueError(
-                f"Image {key!r} is {array.dtype} with values from {low:g} to {high:g}; float "
-                "images must lie in [0, 1]. Give uint8 for 0 to 255."
-            )
     return np.rint(np.clip(array, 0.0, 1.0).astype(np.float32) * 255.0).astype(np.uint8)
 
 
@@ -78,10 +72,8 @@ def resize_with_pad(images: UInt8Images, height: int, width: int) -> UInt8Images
     if (old_height, old_width) == (height, width):
         return images
     ratio = max(old_width / width, old_height / height)
-    new_height = max(1, int(old_height / ratio))
-    new_width = max(1, int(old_width / ratio))
+    new_height, new_width = (max(1, int(old / ratio)) for old in (old_height, old_width))
     top, left = (height - new_height) // 2, (width - new_width) // 2
-
     leading = images.shape[:-3]
     canvas = np.zeros((*leading, height, width, 3), np.uint8)
     for index in np.ndindex(*leading):
@@ -100,9 +92,8 @@ class ResizeImages:
     width: int
 
     def __call__(self, data: Data) -> Data:
-        images = require_mapping(data, "image", "ResizeImages")
         resized = {}
-        for name, image in images.items():
+        for name, image in require_mapping(data, "image", "ResizeImages").items():
             try:
                 resized[name] = resize_with_pad(np.asarray(image), self.height, self.width)
             except ValueError as error:
@@ -124,28 +115,23 @@ class FillCameras:
     height: int
     width: int
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "cameras", tuple(self.cameras))
-
     def __call__(self, data: Data) -> Data:
         images = require_mapping(data, "image", "FillCameras")
         masks = require_mapping(data, "image_mask", "FillCameras")
-        self._check(images, masks)
-        leading = np.shape(require(data, "state", "FillCameras"))[:-1]
-        black = np.zeros((*leading, self.height, self.width, 3), np.uint8)
-        filled = {name: images.get(name, black) for name in self.cameras}
-        absent = np.full(leading, not self.mask_absent)
-        filled_masks = {name: masks.get(name, absent) for name in self.cameras}
-        return {**data, "image": filled, "image_mask": filled_masks}
-
-    def _check(self, images: Mapping[str, Any], masks: Mapping[str, Any]) -> None:
         if unknown := images.keys() - set(self.cameras):
             raise ValueError(
                 f"FillCameras: camera {listed(unknown)} is not one of the model's; it has "
                 f"{listed(self.cameras)}. Map the robot's cameras to those."
             )
         for name in images:
-            if name not in masks:
-                raise missing_key(name, masks, "FillCameras, 'image_mask'")
+            require(masks, name, "FillCameras, 'image_mask'")
         if surplus := masks.keys() - images.keys():
             raise ValueError(f"FillCameras: 'image_mask' names {listed(surplus)} without image.")
+        leading = np.shape(require(data, "state", "FillCameras"))[:-1]
+        black = np.zeros((*leading, self.height, self.width, 3), np.uint8)
+        absent = np.full(leading, not self.mask_absent)
+        return {
+            **data,
+            "image": {name: images.get(name, black) for name in self.cameras},
+            "image_mask": {name: masks.get(name, absent) for name in self.cameras},
+        }

@@ -17,14 +17,13 @@ import re
 from collections.abc import Mapping
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
 from piston.files import read_json_object, write_text
 from piston.logs import warn_once
-from piston.transforms import Data, require
+from piston.transforms import Data, require, require_numbers
 from piston.transforms.actions import pad_to_dim
 
 logger = logging.getLogger(__name__)
@@ -43,10 +42,14 @@ class NormStats:
     q99: Float[np.ndarray, " d"] | None = None
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
+        for name, value in self.items():
             if value is not None:
-                object.__setattr__(self, field.name, _statistic(value, field.name))
+                array = np.array(value, dtype=np.float64)
+                if array.ndim != 1 or not np.isfinite(array).all():
+                    expected = f"{name} must be a list of finite numbers"
+                    raise ValueError(f"NormStats: {expected}, found {value!r}.")
+                array.flags.writeable = False
+                object.__setattr__(self, name, array)
         if (self.q01 is None) != (self.q99 is None):
             raise ValueError("NormStats: give both quantiles, q01 and q99, or neither.")
         sizes = {name: len(value) for name, value in self.items() if value is not None}
@@ -58,12 +61,15 @@ class NormStats:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, NormStats):
             return NotImplemented
-        names = [field.name for field in dataclasses.fields(self)]
+        names = [name for name, _ in self.items()]
         return all(np.array_equal(getattr(self, name), getattr(other, name)) for name in names)
 
     @property
     def dim(self) -> int:
         return len(self.mean)
+
+    def is_padding_from(self, dim: int) -> bool:
+        return not np.any(self.std[dim:] > EPSILON)
 
     @property
     def quantiles(self) -> tuple[Float[np.ndarray, " d"], Float[np.ndarray, " d"]]:
@@ -73,14 +79,6 @@ class NormStats:
 
     def items(self) -> list[tuple[str, Float[np.ndarray, " d"] | None]]:
         return [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
-
-
-def _statistic(value: Any, name: str) -> Float[np.ndarray, " d"]:
-    array = np.array(value, dtype=np.float64)
-    if array.ndim != 1 or not np.all(np.isfinite(array)):
-        raise ValueError(f"NormStats: {name} must be a list of finite numbers, found {value!r}.")
-    array.flags.writeable = False
-    return array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,32 +100,61 @@ class _Normalization:
                 "Compute them again: piston stats PRESET"
             )
 
-    def _offset_and_width(self, stats: NormStats) -> tuple[np.ndarray, np.ndarray]:
+    def __call__(self, data: Data) -> Data:
+        result = dict(data)
+        # A policy with random weights has no statistics; its values are checked all the same.
+        for key in dict.fromkeys(("state", "actions", *self.norm_stats)):
+            if key in data:
+                values = self._finite(data, key)
+                if key in self.norm_stats:
+                    converted = self._convert(values, key, self.norm_stats[key])
+                    # float32 stays float32, computed in float64; integers become float64.
+                    result[key] = converted.astype(np.result_type(values.dtype, np.float32))
+        return result
+
+    def _finite(self, data: Data, key: str) -> np.ndarray:
+        values = require_numbers(data, key, type(self).__name__)
+        if not np.isfinite(values).all():
+            bad = np.argwhere(~np.isfinite(values))
+            shown = ", ".join(str(i[0] if len(i) == 1 else tuple(i)) for i in bad[:8].tolist())
+            more = f" and {len(bad) - 8} more" if len(bad) > 8 else ""
+            raise ValueError(
+                f"{type(self).__name__}: {key!r} holds NaN or infinity at {shown}{more} (shape "
+                f"{values.shape}); expected finite numbers."
+            )
+        return values
+
+    def _convert(self, values: np.ndarray, key: str, stats: NormStats) -> np.ndarray:
+        raise NotImplementedError
+
+    def _mismatch(self, values: np.ndarray, key: str, stats: NormStats) -> ValueError:
+        return ValueError(
+            f"{type(self).__name__}: {key!r} has {values.shape[-1]} dimensions (shape "
+            f"{values.shape}), its statistics {stats.dim}. They belong to another robot, or to "
+            "other transforms; compute them again: piston stats PRESET"
+        )
+
+    def _offset_and_width(self, stats: NormStats, dim: int) -> tuple[np.ndarray, np.ndarray]:
         """Return mean and std, or q01 and the distance of the quantiles, with floor and epsilon."""
         if not self.use_quantiles:
-            return stats.mean, np.maximum(stats.std, self.floor) + EPSILON
-        q01, q99 = stats.quantiles
+            return stats.mean[:dim], np.maximum(stats.std[:dim], self.floor) + EPSILON
+        q01, q99 = (quantile[:dim] for quantile in stats.quantiles)
         return q01, np.maximum(q99 - q01, 2 * self.floor) + EPSILON
 
 
 class Normalize(_Normalization):
     """Normalise the keys that have statistics. Keys that the data lack are left out.
 
+    Values of every robot pass here on their way to a model, so NaN and infinity are refused here.
     Of statistics with more dimensions than the data, the first are used, since released ones are
     often padded to the model's size; fewer are an error.
     """
 
-    def __call__(self, data: Data) -> Data:
-        present = {key: stats for key, stats in self.norm_stats.items() if key in data}
-        normalized = {key: self._apply(data, key, stats) for key, stats in present.items()}
-        return {**data, **normalized}
-
-    def _apply(self, data: Data, key: str, stats: NormStats) -> np.ndarray:
-        values = np.asarray(data[key])
+    def _convert(self, values: np.ndarray, key: str, stats: NormStats) -> np.ndarray:
         dim = values.shape[-1]
         if stats.dim < dim:
-            raise _mismatch("Normalize", key, values, stats)
-        if not _is_padding(stats, dim):
+            raise self._mismatch(values, key, stats)
+        if not stats.is_padding_from(dim):
             warn_once(
                 logger,
                 f"{key} {dim} {stats.dim}",
@@ -135,11 +162,9 @@ class Normalize(_Normalization):
                 "Are these the statistics of this robot?",
                 *(key, dim, stats.dim, dim),
             )
-        offset, width = self._offset_and_width(stats)
-        result = (values - offset[:dim]) / width[:dim]
-        if self.use_quantiles:
-            result = result * 2.0 - 1.0
-        return result.astype(_float_type(values))
+        offset, width = self._offset_and_width(stats, dim)
+        result = (values - offset) / width
+        return result * 2.0 - 1.0 if self.use_quantiles else result
 
 
 class Unnormalize(_Normalization):
@@ -149,23 +174,20 @@ class Unnormalize(_Normalization):
     """
 
     def __call__(self, data: Data) -> Data:
-        restored = {key: self._apply(data, key, stats) for key, stats in self.norm_stats.items()}
-        return {**data, **restored}
+        for key in self.norm_stats:
+            require(data, key, "Unnormalize")
+        return super().__call__(data)
 
-    def _apply(self, data: Data, key: str, stats: NormStats) -> np.ndarray:
-        values = np.asarray(require(data, key, "Unnormalize"))
+    def _convert(self, values: np.ndarray, key: str, stats: NormStats) -> np.ndarray:
         dim = values.shape[-1]
-        if stats.dim > dim and not _is_padding(stats, dim):
-            raise _mismatch("Unnormalize", key, values, stats)
-        offset, width = (statistic[:dim] for statistic in self._offset_and_width(stats))
+        if stats.dim > dim and not stats.is_padding_from(dim):
+            raise self._mismatch(values, key, stats)
+        offset, width = self._offset_and_width(stats, dim)
         if self.use_quantiles:
             known, rest = values[..., : stats.dim], values[..., stats.dim :]
-            result = np.concatenate([(known + 1.0) / 2.0 * width + offset, rest], axis=-1)
-        else:
-            # Padding counts as std 1, epsilon included, as in the released pipelines.
-            width = pad_to_dim(width, dim, value=1.0 + EPSILON)
-            result = values * width + pad_to_dim(offset, dim)
-        return result.astype(_float_type(values))
+            return np.concatenate([(known + 1.0) / 2.0 * width + offset, rest], axis=-1)
+        # Padding counts as std 1, epsilon included, as in the released pipelines.
+        return values * pad_to_dim(width, dim, value=1.0 + EPSILON) + pad_to_dim(offset, dim)
 
 
 def constant_dimensions(
@@ -174,39 +196,22 @@ def constant_dimensions(
     """Return the dimensions of each key that never move: normalised, their noise would explode."""
     found = {}
     for key, stats in norm_stats.items():
-        width = stats.std
-        if use_quantiles:
-            q01, q99 = stats.quantiles
-            width = q99 - q01
-        still = np.flatnonzero(width <= EPSILON).tolist()
-        if still:
+        width = np.subtract(*stats.quantiles[::-1]) if use_quantiles else stats.std
+        if still := np.flatnonzero(width <= EPSILON).tolist():
             found[key] = still
     return found
-
-
-def _is_padding(stats: NormStats, dim: int) -> bool:
-    return not np.any(stats.std[dim:] > EPSILON)
-
-
-def _float_type(values: np.ndarray) -> np.dtype:
-    """Return float32 for float32 (computed in float64), a wider type for integers and float64."""
-    return np.result_type(values.dtype, np.float32)
-
-
-def _mismatch(context: str, key: str, values: np.ndarray, stats: NormStats) -> ValueError:
-    return ValueError(
-        f"{context}: {key!r} has {values.shape[-1]} dimensions (shape {values.shape}), its "
-        f"statistics {stats.dim}. They belong to another robot, or to other transforms; compute "
-        "them again: piston stats PRESET"
-    )
 
 
 def read_norm_stats(folder: str | Path) -> dict[str, NormStats]:
     """Read the statistics in `folder`, in the file's order."""
     path = Path(folder) / FILE_NAME
     if not path.is_file():
+        found = "There is no such folder."
+        if path.parent.is_dir():
+            names = ", ".join(sorted(p.name for p in path.parent.iterdir()))
+            found = f"Found there: {names or 'nothing'}."
         raise FileNotFoundError(
-            f"{FILE_NAME} missing in {folder}. {_contents(path.parent)} Run: piston stats PRESET"
+            f"{FILE_NAME} missing in {folder}. {found} Run: piston stats PRESET"
         )
     try:
         entries = read_json_object(path)["norm_stats"]
@@ -238,9 +243,3 @@ def _exponential(number: re.Match[str]) -> str:
     """Write 0.00001 and 1e-6, as the public files have it, for Python's 1e-05 and 1e-06."""
     exponent = int(number[2])
     return f"{Decimal(number[0]):f}" if exponent == -5 else f"{number[1]}e{exponent}"
-
-
-def _contents(folder: Path) -> str:
-    if not folder.is_dir():
-        return "There is no such folder."
-    return f"Found there: {', '.join(sorted(p.name for p in folder.iterdir())) or 'nothing'}."

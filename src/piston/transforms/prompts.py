@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int, Int32
 from piston.logs import warn_once
 from piston.tokenizers.fast import FASTPrompt
 from piston.tokenizers.text import TextTokenizer
-from piston.transforms import Data, missing_key, require, require_vector
+from piston.transforms import Data, missing_key, require, require_numbers
 
 logger = logging.getLogger(__name__)
 
@@ -26,19 +26,13 @@ logger = logging.getLogger(__name__)
 _STATE_BINS = np.linspace(-1, 1, 256 + 1)[:-1]
 
 
-def clean(prompt: str) -> str:
+def _clean(prompt: str) -> str:
     """Return one line of words, as π0 and π0.5 read it; capitals stay."""
     return prompt.strip().replace("_", " ").replace("\n", " ")
 
 
-def word_pi05(prompt: str, bins: Int[np.ndarray, " s"]) -> str:
-    return f"Task: {clean(prompt)}, State: {_joined(bins)};\nAction: "
-
-
-def word_fast(prompt: str, bins: Int[np.ndarray, " s"]) -> str:
-    # Lower case; line breaks inside the sentence stay, as for the released weights.
-    words = prompt.lower().strip().replace("_", " ")
-    return f"Task: {words}, State: {_joined(bins)};\n"
+def _task_and_state(words: str, bins: Int[np.ndarray, " s"]) -> str:
+    return f"Task: {words}, State: {' '.join(map(str, bins.tolist()))};\n"
 
 
 def discretize_state(state: Float[np.ndarray, "*b s"]) -> Int[np.ndarray, "*b s"]:
@@ -86,28 +80,24 @@ class TokenizePrompt:
     discrete_state_input: bool = False
 
     def __call__(self, data: Data) -> Data:
+        encode = self.tokenizer.encode
         if self.discrete_state_input:
-            state = require_vector(data, "state", None, "TokenizePrompt")
+            state = np.asarray(require(data, "state", "TokenizePrompt"))
             prompts = _prompts(data, state.shape[:-1], "TokenizePrompt")
             rows = [
-                self.tokenizer.encode(word_pi05(prompt, bins), bos=True)
+                encode(_task_and_state(_clean(prompt), bins) + "Action: ", bos=True)
                 for prompt, bins in zip(prompts.flat, _samples(discretize_state(state), 1))
             ]
         else:
             batch = np.shape(data["state"])[:-1] if "state" in data else None
             prompts = _prompts(data, batch, "TokenizePrompt")
             # A whole episode usually has one prompt.
-            known = {prompt: self._encode_pi0(prompt) for prompt in set(prompts.flat)}
+            known = {p: [*encode(_clean(p), bos=True), *encode("\n")] for p in set(prompts.flat)}
             rows = [known[prompt] for prompt in prompts.flat]
         tokens, mask = _pad(rows, self.max_len)
-        return {
-            **_without_prompt(data),
-            "tokenized_prompt": tokens.reshape(*prompts.shape, self.max_len),
-            "tokenized_prompt_mask": mask.reshape(*prompts.shape, self.max_len),
-        }
-
-    def _encode_pi0(self, prompt: str) -> list[int]:
-        return [*self.tokenizer.encode(clean(prompt), bos=True), *self.tokenizer.encode("\n")]
+        return _with_tokens(
+            data, prompts.shape, tokenized_prompt=tokens, tokenized_prompt_mask=mask
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +119,7 @@ class TokenizeFASTInputs:
 
     def __call__(self, data: Data) -> Data:
         name, max_len = "TokenizeFASTInputs", self.prompt.max_len
-        state = require_vector(data, "state", None, name)
+        state = np.asarray(require(data, "state", name))
         batch = state.shape[:-1]
         prompts = _prompts(data, batch, name)
         chunks: Iterable[np.ndarray | None] = [None] * prompts.size
@@ -141,22 +131,23 @@ class TokenizeFASTInputs:
                     f"axes {batch}, then horizon and action dim."
                 )
             chunks = _samples(actions, 2)
+        # Lower case; line breaks inside the sentence stay, as for the released weights.
+        words = [prompt.lower().strip().replace("_", " ") for prompt in prompts.flat]
         parts = [
-            self.prompt.encode(word_fast(prompt, bins), chunk)
-            for prompt, bins, chunk in zip(
-                prompts.flat, _samples(discretize_state(state), 1), chunks
-            )
+            self.prompt.encode(_task_and_state(text, bins), chunk)
+            for text, bins, chunk in zip(words, _samples(discretize_state(state), 1), chunks)
         ]
         tokens, mask = _pad([[*prefix, *actions] for prefix, actions in parts], max_len)
         starts = np.array([len(prefix) for prefix, _ in parts], dtype=np.int64)
         written = mask & (np.arange(max_len) >= starts[:, None])
-        return {
-            **_without_prompt(data),
-            "tokenized_prompt": tokens.reshape(*batch, max_len),
-            "tokenized_prompt_mask": mask.reshape(*batch, max_len),
-            "token_ar_mask": written.astype(np.int32).reshape(*batch, max_len),
-            "token_loss_mask": written.reshape(*batch, max_len),
-        }
+        return _with_tokens(
+            data,
+            batch,
+            tokenized_prompt=tokens,
+            tokenized_prompt_mask=mask,
+            token_ar_mask=written.astype(np.int32),
+            token_loss_mask=written,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,9 +159,7 @@ class ExtractFASTActions:
     action_dim: int
 
     def __call__(self, data: Data) -> Data:
-        tokens = np.asarray(require(data, "actions", "ExtractFASTActions"))
-        if tokens.ndim < 1:
-            raise ValueError("ExtractFASTActions: 'actions' is one number; expected tokens (…, n).")
+        tokens = require_numbers(data, "actions", "ExtractFASTActions")
         shape = (self.action_horizon, self.action_dim)
         actions = np.zeros((*tokens.shape[:-1], *shape), dtype=np.float32)
         for index in np.ndindex(tokens.shape[:-1]):
@@ -198,18 +187,16 @@ def _prompts(data: Data, batch: tuple[int, ...] | None, context: str) -> np.ndar
         ) from None
 
 
-def _without_prompt(data: Data) -> Data:
-    return {key: value for key, value in data.items() if key != "prompt"}
+def _with_tokens(data: Data, batch: tuple[int, ...], **rows: np.ndarray) -> Data:
+    """Replace the prompt by arrays that have one row per sample."""
+    rest = {key: value for key, value in data.items() if key != "prompt"}
+    return rest | {key: row.reshape(*batch, row.shape[-1]) for key, row in rows.items()}
 
 
 def _samples(values: np.ndarray, num_axes: int) -> np.ndarray:
     """Merge all axes before the last `num_axes`."""
-    shape = values.shape[values.ndim - num_axes :]
-    return values.reshape(int(np.prod(values.shape[: values.ndim - num_axes])), *shape)
-
-
-def _joined(bins: Int[np.ndarray, " s"]) -> str:
-    return " ".join(str(number) for number in bins.tolist())
+    batch, shape = np.split(values.shape, [values.ndim - num_axes])
+    return values.reshape(np.prod(batch, dtype=int), *shape)
 
 
 def _pad(
