@@ -8,7 +8,6 @@ from piston.config.train import (
     LRSchedule,
     RsqrtDecaySchedule,
     Sharding,
-    Tracker,
     TrainConfig,
 )
 
@@ -23,6 +22,5 @@ __all__ = [
     "ModelTransformFactory",
     "RsqrtDecaySchedule",
     "Sharding",
-    "Tracker",
     "TrainConfig",
 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ from piston.suggestions import did_you_mean
 from piston.tokenizers.fast import FASTPrompt, FASTTokenizer
 from piston.tokenizers.text import BytesTokenizer, PaligemmaTokenizer
 from piston.transforms import Data, Group, Transform, for_inference
-from piston.transforms.actions import InterpolateActions, PadStatesAndActions, SubsampleActions
+from piston.transforms.actions import PadStatesAndActions
 from piston.transforms.images import FillCameras, ResizeImages
 from piston.transforms.normalize import Normalize, NormStats, Unnormalize, read_norm_stats
 from piston.transforms.prompts import (
@@ -87,16 +88,12 @@ class DataConfig:
     not_readable: str | None = None
 
     def __post_init__(self) -> None:
-        if self.norm_floor < 0 or self.action_stride < 1:
-            raise ValueError(
-                f"--data.norm-floor is {self.norm_floor} and --data.action-stride "
-                f"{self.action_stride}; expected at least 0 and 1."
-            )
+        if self.norm_floor < 0:
+            raise ValueError(f"--data.norm-floor is {self.norm_floor}; expected at least 0.")
         if self.set_shares and len(self.set_shares) != 1 + len(self.more_sets):
             raise ValueError(
                 f"--data.set-shares gives {len(self.set_shares)} of the {1 + len(self.more_sets)} "
-                "shares: of the data set itself first, then of each in --data.more-sets. Give all "
-                "of them, or none."
+                "shares: first of the data set itself, then of each in --data.more-sets."
             )
         if not all(0 < share < math.inf for share in self.set_shares):
             raise ValueError(f"--data.set-shares is {self.set_shares}; each must be above 0.")
@@ -105,8 +102,8 @@ class DataConfig:
             if path.is_absolute() or ".." in path.parts:
                 raise ValueError(
                     f"--data.assets.asset-id is {self.asset_id!r}; it names a folder inside every "
-                    "checkpoint and must not lead out of there. Set --data.assets.assets-dir to "
-                    "its parent folder, and --data.assets.asset-id to its plain name."
+                    "checkpoint and must not lead out of it. Set --data.assets.assets-dir to its "
+                    "parent folder."
                 )
 
     def with_norm_stats(self, preset: str = "PRESET") -> DataConfig:
@@ -123,37 +120,37 @@ class DataConfig:
             )
         location = f"{self.assets_dir.rstrip('/')}/{self.asset_id}"
         if "://" not in location and not Path(location).is_dir():
-            raise FileNotFoundError(_unknown_asset(Path(self.assets_dir), self.asset_id, preset))
+            root = Path(self.assets_dir)
+            files = sorted(root.rglob("norm_stats.json"))
+            found = [path.parent.relative_to(root).as_posix() for path in files]
+            listed = f" Found there: {', '.join(found)}." if found else ""
+            raise FileNotFoundError(
+                f"norm_stats.json missing in {location} (--data.assets.asset-id {self.asset_id})."
+                f"{did_you_mean(self.asset_id, found) or listed} Run: piston stats {preset}"
+            )
         stats = read_norm_stats(asset_files.resolve(location))
         return dataclasses.replace(self, norm_stats=stats)
 
     def each_set(self) -> tuple[DataConfig, ...]:
         """Return a pipeline for each data set, with the same transforms and statistics."""
-        alone = dataclasses.replace(self, more_sets=(), set_shares=())
-        others = []
-        for number, text in enumerate(self.more_sets, start=1):
-            name, episodes = _set_and_episodes(text)
-            others.append(
-                dataclasses.replace(alone, repo_id=name, episodes=episodes, set_index=number)
-            )
-        return (alone, *others)
+        sets = [dataclasses.replace(self, more_sets=(), set_shares=())]
+        for index, text in enumerate(self.more_sets, start=1):
+            # Text after "#" that does not choose episodes belongs to the name.
+            match = re.fullmatch(r"(.*)#([\d\s:,!-]+)", text)
+            name, episodes = match.groups() if match else (text, None)
+            if not name:
+                raise ValueError(f"--data.more-sets holds {text!r}, which names no data set.")
+            other = dataclasses.replace(sets[0], repo_id=name, episodes=episodes, set_index=index)
+            sets.append(other)
+        return tuple(sets)
 
     def steps_read(self, horizon: int) -> int:
         """Return the number of the data set's steps that a chunk of the model spans."""
         return (horizon - 1) * self.action_stride + 1
 
-    def with_action_stride(self, stride: int) -> DataConfig:
-        """Give the model every `stride`-th action, and the robot interpolated ones between."""
-        if stride == 1:
-            return self
-        inputs, outputs = self.data_transforms.inputs, self.data_transforms.outputs
-        thinned = Group((SubsampleActions(stride), *inputs), (*outputs, InterpolateActions(stride)))
-        return dataclasses.replace(self, data_transforms=thinned, action_stride=stride)
-
     def input_transforms(self, *, training: bool) -> tuple[Transform, ...]:
         """Return the transforms from a data set's item, or a robot's observation, to the model."""
-        stages = self.input_stages(training=training)
-        return tuple(transform for stage in stages.values() for transform in stage)
+        return tuple(itertools.chain(*self.input_stages(training=training).values()))
 
     def input_stages(self, *, training: bool) -> dict[str, tuple[Transform, ...]]:
         """Return the input transforms in order, by what they are for.
@@ -189,26 +186,6 @@ class DataConfig:
         return (kind(self.norm_stats, self.use_quantile_norm, floor=self.norm_floor),)
 
 
-def _set_and_episodes(text: str) -> tuple[str, str | None]:
-    """Split `folder#0:50`. Text after "#" that does not choose episodes belongs to the name."""
-    match = re.fullmatch(r"(.*)#([\d\s:,!-]+)", text)
-    name, episodes = match.groups() if match else (text, None)
-    if not name:
-        raise ValueError(f"--data.more-sets holds {text!r}, which names no data set.")
-    return name, episodes
-
-
-def _unknown_asset(assets_dir: Path, asset_id: str, preset: str) -> str:
-    found = sorted(
-        p.parent.relative_to(assets_dir).as_posix() for p in assets_dir.rglob("norm_stats.json")
-    )
-    hint = did_you_mean(asset_id, found) or (f" Found there: {', '.join(found)}." if found else "")
-    return (
-        f"norm_stats.json missing in {assets_dir / asset_id} (--data.assets.asset-id {asset_id})."
-        f"{hint} Run: piston stats {preset}"
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class DataConfigFactory(abc.ABC):
     """A robot's data set and how to read it. `piston.robots` has one for each robot."""
@@ -239,34 +216,28 @@ class DataConfigFactory(abc.ABC):
 
     def example(self) -> Data:
         """Return a random observation in the robot's own keys, to try a policy."""
-        raise ValueError(
-            f"{type(self).__name__} has no robot, or does not define an example observation of it. "
-            "Choose a preset of another robot, or define `example`."
-        )
+        name = type(self).__name__
+        raise ValueError(f"{name} has no example observation. Choose another robot, or define one.")
 
     def create_base_config(self, assets_dirs: Path, model_config: ModelConfig) -> DataConfig:
         """Return what is common to all robots' pipelines; a robot adds its transforms."""
-        repo_id = None if self.repo_id is tyro.MISSING else self.repo_id
+        repo_id = asset_id = None if self.repo_id is tyro.MISSING else self.repo_id
+        if repo_id is not None:  # `owner/name` as it is, and the name of a folder that is elsewhere
+            path = Path(repo_id)
+            elsewhere = path.is_absolute() or ".." in path.parts
+            asset_id = path.resolve().name if elsewhere else path.as_posix()
         return DataConfig(
             repo_id=repo_id,
             episodes=self.episodes,
             more_sets=self.more_sets,
             set_shares=self.set_shares,
             assets_dir=self.assets.assets_dir or str(assets_dirs),
-            asset_id=self.assets.asset_id or _asset_name(repo_id),
+            asset_id=self.assets.asset_id or asset_id,
             model_transforms=ModelTransformFactory(self.default_prompt)(model_config),
             use_quantile_norm=model_config.uses_quantiles,
             norm_floor=self.norm_floor,
             prompt_from_task=self.prompt_from_task,
         )
-
-
-def _asset_name(repo_id: str | None) -> str | None:
-    """Return `owner/name` as it is, and the name of a folder that is elsewhere."""
-    if repo_id is None:
-        return None
-    path = Path(repo_id)
-    return path.resolve().name if path.is_absolute() or ".." in path.parts else path.as_posix()
 
 
 @dataclasses.dataclass(frozen=True)

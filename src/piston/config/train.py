@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -211,8 +212,10 @@ class TrainConfig:
     checkpoint_base_dir: str = "./checkpoints"
 
     def __post_init__(self) -> None:
-        for name in ("name", "exp_name"):
-            _require_folder_name(name, getattr(self, name))
+        for flag, value in (("name", self.name), ("exp-name", self.exp_name)):
+            # A run's folder may be deleted, so its name must not lead elsewhere.
+            if value is not tyro.MISSING and (value in ("", "..") or Path(value).name != value):
+                raise ValueError(f"--{flag} is {value!r}; as a folder it must be one plain name.")
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is not None and value < least:
@@ -223,7 +226,7 @@ class TrainConfig:
         if self.resume and self.overwrite:
             raise ValueError(
                 "--resume continues a run and --overwrite deletes it: they contradict each other. "
-                "Give one of them (--no-overwrite if the preset sets it)."
+                "Leave one out (--no-overwrite if the preset sets it)."
             )
         if self.may_be_new and self.weights is None:
             raise ValueError("--may-be-new lists exceptions to --weights, which is not given.")
@@ -249,16 +252,12 @@ class TrainConfig:
 
     def _check_flow_options(self) -> None:
         """Raise ValueError if an option would have no effect on a model that writes tokens."""
-        options = {
-            "--noise-draws": self.noise_draws > 1,
-            "--mask-padded-steps": self.mask_padded_steps,
-            "--mask-padded-dims": self.mask_padded_dims,
-        }
-        given = ", ".join(flag for flag, is_set in options.items() if is_set)
-        if given and self.model.action_tokenizer is not None:
+        flags = "--noise-draws", "--mask-padded-steps", "--mask-padded-dims"
+        are_set = self.noise_draws > 1, self.mask_padded_steps, self.mask_padded_dims
+        if any(are_set) and self.model.action_tokenizer is not None:
             raise ValueError(
-                f"{given} would do nothing: {self.model.family} learns tokens, without noise or "
-                "padded actions."
+                f"{', '.join(itertools.compress(flags, are_set))} would do nothing: "
+                f"{self.model.family} learns tokens, without noise or padded actions."
             )
 
     @property
@@ -273,11 +272,3 @@ class TrainConfig:
 
     def data_config(self) -> DataConfig:
         return self.data.create(self.assets_dirs, self.model)
-
-
-def _require_folder_name(field: str, value: str) -> None:
-    """Raise ValueError unless this is a plain name: a run's folder may be deleted."""
-    if value is tyro.MISSING or (value not in ("", ".", "..") and Path(value).name == value):
-        return
-    flag = field.replace("_", "-")
-    raise ValueError(f"--{flag} is {value!r}; it names a folder, so it must be one plain name.")

@@ -42,10 +42,10 @@ def import_user_presets() -> None:
         try:
             importlib.import_module(module)
         except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
             raise ValueError(
-                f"PISTON_PRESETS names {module!r}, which cannot be imported "
-                f"({type(error).__name__}: {error}). It is a comma-separated list of modules, "
-                "found in the current folder or installed."
+                f"PISTON_PRESETS names {module!r}, which cannot be imported ({reason}). Name "
+                "modules that are installed or in the current folder, separated by commas."
             ) from error
 
 

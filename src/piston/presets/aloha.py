@@ -4,9 +4,6 @@ from piston.config import AssetsConfig, TrainConfig
 from piston.models.configs import Pi0Config
 from piston.robots.aloha import CAMERAS, LeRobotAlohaDataConfig, repack_aloha
 
-_TROSSEN = AssetsConfig(asset_id="trossen")
-_RESET_POSE = {"reset_pose": [0, -1.5, 1.5, 0, 0, 0]}
-
 _THREE_CAMERAS = repack_aloha(**{name: f"observation.images.{name}" for name in CAMERAS})
 
 
@@ -19,34 +16,21 @@ def _pen_uncap(base: str) -> LeRobotAlohaDataConfig:
     )
 
 
+def _real_robot(name: str, model: Pi0Config, default_prompt: str | None = None) -> TrainConfig:
+    """For inference only."""
+    data = LeRobotAlohaDataConfig(
+        assets=AssetsConfig(asset_id="trossen"), default_prompt=default_prompt
+    )
+    pose = {"reset_pose": [0, -1.5, 1.5, 0, 0, 0]}
+    return TrainConfig(name=name, model=model, data=data, policy_metadata=pose)
+
+
 PRESETS = (
-    # For inference on the real robot.
-    TrainConfig(
-        name="pi0_aloha",
-        model=Pi0Config(),
-        data=LeRobotAlohaDataConfig(assets=_TROSSEN),
-        policy_metadata=_RESET_POSE,
-    ),
-    TrainConfig(
-        name="pi05_aloha",
-        model=Pi0Config(pi05=True),
-        data=LeRobotAlohaDataConfig(assets=_TROSSEN),
-        policy_metadata=_RESET_POSE,
-    ),
-    TrainConfig(
-        name="pi0_aloha_towel",
-        model=Pi0Config(),
-        data=LeRobotAlohaDataConfig(assets=_TROSSEN, default_prompt="fold the towel"),
-        policy_metadata=_RESET_POSE,
-    ),
-    TrainConfig(
-        name="pi0_aloha_tupperware",
-        model=Pi0Config(),
-        data=LeRobotAlohaDataConfig(
-            assets=_TROSSEN,
-            default_prompt="open the tupperware and put the food on the plate",
-        ),
-        policy_metadata=_RESET_POSE,
+    _real_robot("pi0_aloha", Pi0Config()),
+    _real_robot("pi05_aloha", Pi0Config(pi05=True)),
+    _real_robot("pi0_aloha_towel", Pi0Config(), "fold the towel"),
+    _real_robot(
+        "pi0_aloha_tupperware", Pi0Config(), "open the tupperware and put the food on the plate"
     ),
     # For fine-tuning.
     TrainConfig(

@@ -11,7 +11,7 @@ from piston.robots.simple import (
 
 _CHECKPOINTS = "gs://openpi-assets/checkpoints"
 _RANGES = "gs://openpi-assets/droid/{}_sample_ranges_v{}.json"
-_DROID = AssetsConfig(asset_id="droid")
+_DROID = DroidDataConfig(assets=AssetsConfig(asset_id="droid"), prompt_from_task=True)
 _FLAT = CosineDecaySchedule(warmup_steps=1_000, peak_lr=5e-5, decay_steps=1_000_000, decay_lr=5e-5)
 
 
@@ -49,21 +49,11 @@ def _polaris(name: str, model: ModelConfig) -> TrainConfig:
 
 PRESETS = (
     # For inference.
+    TrainConfig("pi0_droid", model=Pi0Config(action_horizon=10), data=_DROID),
     TrainConfig(
-        name="pi0_droid",
-        model=Pi0Config(action_horizon=10),
-        data=DroidDataConfig(assets=_DROID, prompt_from_task=True),
+        "pi0_fast_droid", model=Pi0FASTConfig(action_dim=8, action_horizon=10), data=_DROID
     ),
-    TrainConfig(
-        name="pi0_fast_droid",
-        model=Pi0FASTConfig(action_dim=8, action_horizon=10),
-        data=DroidDataConfig(assets=_DROID, prompt_from_task=True),
-    ),
-    TrainConfig(
-        name="pi05_droid",
-        model=Pi0Config(pi05=True, action_horizon=15),
-        data=DroidDataConfig(assets=_DROID, prompt_from_task=True),
-    ),
+    TrainConfig("pi05_droid", model=Pi0Config(pi05=True, action_horizon=15), data=_DROID),
     # For fine-tuning.
     TrainConfig(
         name="pi0_fast_full_droid_finetune",

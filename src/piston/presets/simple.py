@@ -1,17 +1,19 @@
 """Presets of the LIBERO simulation benchmark and of the UR5 arm."""
 
+import dataclasses
+
 from piston.config import AssetsConfig, CosineDecaySchedule, TrainConfig
 from piston.models.configs import GEMMA, Pi0Config, Pi0FASTConfig
 from piston.robots.simple import LeRobotLiberoDataConfig, LeRobotUR5DataConfig
 
-# The π0 and π0-FAST presets subtract the state from the actions, which are relative already.
-_DELTA = LeRobotLiberoDataConfig(
-    repo_id="physical-intelligence/libero", prompt_from_task=True, extra_delta_transform=True
-)
 _PLAIN = LeRobotLiberoDataConfig(repo_id="physical-intelligence/libero", prompt_from_task=True)
+# The π0 and π0-FAST presets subtract the state from the actions, which are relative already.
+_DELTA = dataclasses.replace(_PLAIN, extra_delta_transform=True)
 _BASE = "gs://openpi-assets/checkpoints/{}_base/params"
 # LIBERO's two cameras keep their π0 slots on π0-FAST too.
-_CAMERAS = Pi0Config().cameras
+_FAST = Pi0FASTConfig(
+    action_dim=7, action_horizon=10, max_token_len=180, cameras=Pi0Config().cameras
+)
 
 PRESETS = (
     TrainConfig(name="pi0_libero", model=Pi0Config(), data=_DELTA, weights=_BASE.format("pi0")),
@@ -24,21 +26,10 @@ PRESETS = (
         freeze=("vlm.*", "action_expert.*", "!*lora*"),
         ema_decay=None,
     ),
-    TrainConfig(
-        name="pi0_fast_libero",
-        model=Pi0FASTConfig(action_dim=7, action_horizon=10, max_token_len=180, cameras=_CAMERAS),
-        data=_DELTA,
-        weights=_BASE.format("pi0_fast"),
-    ),
+    TrainConfig("pi0_fast_libero", model=_FAST, data=_DELTA, weights=_BASE.format("pi0_fast")),
     TrainConfig(
         name="pi0_fast_libero_low_mem_finetune",
-        model=Pi0FASTConfig(
-            action_dim=7,
-            action_horizon=10,
-            max_token_len=180,
-            cameras=_CAMERAS,
-            vlm=GEMMA["gemma_2b_lora"],
-        ),
+        model=dataclasses.replace(_FAST, vlm=GEMMA["gemma_2b_lora"]),
         data=_DELTA,
         weights=_BASE.format("pi0_fast"),
         may_be_new=("*lora*",),

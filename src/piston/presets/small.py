@@ -30,11 +30,7 @@ _ALOHA = Pi0Config(
 )
 
 _METAWORLD = dataclasses.replace(
-    _ALOHA,
-    action_dim=4,
-    action_horizon=8,
-    max_token_len=24,
-    image_size=64,
+    _ALOHA, action_dim=4, action_horizon=8, max_token_len=24, image_size=64
 )
 
 
@@ -114,10 +110,7 @@ PRESETS = (
     ),
     _DEBUG,
     dataclasses.replace(
-        _DEBUG,
-        name="debug_restore",
-        weights="./checkpoints/debug/debug/9",
-        save_interval=1_000,
+        _DEBUG, name="debug_restore", weights="./checkpoints/debug/debug/9", save_interval=1_000
     ),
     dataclasses.replace(
         _DEBUG,

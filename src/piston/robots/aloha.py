@@ -24,7 +24,14 @@ from piston.models.configs import ModelConfig
 from piston.robots import RobotInputs, RobotOutputs
 from piston.serialization import register
 from piston.transforms import Data, Group, RepackTransform
-from piston.transforms.actions import AbsoluteActions, DeltaActions, PerturbState, make_bool_mask
+from piston.transforms.actions import (
+    AbsoluteActions,
+    DeltaActions,
+    InterpolateActions,
+    PerturbState,
+    SubsampleActions,
+    make_bool_mask,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +185,10 @@ class LeRobotAlohaDataConfig(DataConfigFactory):
 
     def create(self, assets_dirs: Path, model_config: ModelConfig) -> DataConfig:
         inputs = AlohaInputs(adapt_to_pi=self.adapt_to_pi, cameras=self.cameras)
-        transforms = Group([inputs], [AlohaOutputs(adapt_to_pi=self.adapt_to_pi)])
+        stride, transforms = self.action_stride, Group()
+        if stride != 1:
+            transforms = Group([SubsampleActions(stride)], [InterpolateActions(stride)])
+        transforms = transforms.push([inputs], [AlohaOutputs(adapt_to_pi=self.adapt_to_pi)])
         if self.state_noise:
             transforms = transforms.push([PerturbState(self.state_noise, JOINTS)])
         if self.use_delta_joint_actions:
@@ -188,4 +198,5 @@ class LeRobotAlohaDataConfig(DataConfigFactory):
             repack_transforms=self.repack_transforms,
             data_transforms=transforms,
             action_sequence_keys=self.action_sequence_keys,
-        ).with_action_stride(self.action_stride)
+            action_stride=self.action_stride,
+        )

@@ -23,6 +23,10 @@ class TextTokenizer(abc.ABC):
     # The first id that is hardly used by text; action codes may take ids from here on.
     num_text_ids: int
 
+    @property
+    @abc.abstractmethod
+    def vocab_size(self) -> int: ...
+
     @abc.abstractmethod
     def encode(self, text: str, bos: bool = False) -> list[int]: ...
 
