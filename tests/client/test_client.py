@@ -17,8 +17,7 @@ from websockets.server import ServerProtocol
 
 from piston.client import Client, ConnectionLost, ReplyTimeout, ServerBusy, ServerError
 from piston.client.client import make_uri
-from piston.client.codec import pack, unpack
-from piston.client.errors import ProtocolError
+from piston.client.codec import ProtocolError, pack, unpack
 
 KINDS = pytest.mark.parametrize("kind", ["piston", "openpi"])
 
@@ -147,6 +146,20 @@ def test_a_busy_server(start_server):
         pytest.raises(ServerBusy, match="wait already"),
     ):
         client.infer({"n": 0})
+
+
+def test_a_reply_that_is_too_large_is_refused(start_server, monkeypatch):
+    monkeypatch.setattr("piston.client.client._MAX_REPLY_BYTES", 1000)
+
+    def answer(websocket, request):
+        reply = {"actions": np.full((4, 2), request["n"]), "request_id": request["request_id"]}
+        websocket.send(pack({**reply, "large": b"x" * (1000 if request["n"] == 0 else 10)}))
+
+    server = start_server(answer)
+    with Client("127.0.0.1", server.port) as client:
+        with pytest.raises(ProtocolError, match="too large"):
+            client.infer({"n": 0})
+        assert answer_to(client.infer({"n": 1})) == 1
 
 
 def test_what_cannot_be_sent_leaves_the_connection_alone(start_server):

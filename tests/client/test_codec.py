@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openpi_client import msgpack_numpy
 
-from piston.client.codec import Limits, pack, unpack
-from piston.client.errors import ProtocolError
+from piston.client.codec import ProtocolError, pack, unpack
 
 DTYPES = st.one_of(
     arrays.boolean_dtypes(),
@@ -253,14 +252,14 @@ def test_an_error_quotes_little_of_a_huge_message():
     assert len(str(caught.value)) < 500
 
 
-def test_limits_are_adjustable():
-    with pytest.raises(ProtocolError, match="at most 10"):
-        unpack(pack(b"x" * 20), limits=Limits(max_bytes=10))
-    with pytest.raises(ProtocolError, match="deeper than 2"):
-        unpack(pack([[[1]]]), limits=Limits(max_depth=2))
-    assert unpack(pack([[1]]), limits=Limits(max_depth=2)) == [[1]]
+def test_nesting_and_the_number_of_values_are_limited():
+    nested = b"\x91" * 32 + b"\xc0"
+    assert pack(unpack(nested)) == nested
+    with pytest.raises(ProtocolError, match="deeper than 32"):
+        unpack(b"\x91" + nested)
+    assert unpack(pack([1, 2, 3]), max_values=3) == [1, 2, 3]
     with pytest.raises(ProtocolError, match="more than 3 values"):
-        unpack(pack([1, 2, 3, 4]), limits=Limits(max_values=3))
+        unpack(pack([1, 2, 3, 4]), max_values=3)
 
 
 def test_text_is_no_message():

@@ -10,8 +10,14 @@ import time
 import numpy as np
 import pytest
 
-from piston.client import ActionChunkBroker, AsyncChunkBroker, Client, Hooks, Runtime
-from piston.client.errors import ConnectionLost
+from piston.client import (
+    ActionChunkBroker,
+    AsyncChunkBroker,
+    Client,
+    ConnectionLost,
+    Hooks,
+    Runtime,
+)
 
 
 class Robot:

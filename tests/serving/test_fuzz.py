@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from websockets.sync.client import connect as open_websocket
 
 from piston.client.codec import pack, unpack
-from piston.serving.protocol import BadRequest, decode_request, message_limits
+from piston.serving.protocol import BadRequest, decode_request
 
-LIMITS = message_limits(2**20)
 NUM_MESSAGES = 10_500
 
 
@@ -57,7 +56,7 @@ def bad_messages(observation: dict) -> Iterator[bytes]:
 def is_refused(message: bytes) -> bool:
     """A message is taken or refused in a few words; any other exception fails the test."""
     try:
-        decode_request(message, LIMITS)
+        decode_request(message)
     except BadRequest as error:
         if len(str(error)) > 2000:
             raise

@@ -104,7 +104,5 @@ def _table(trips: list[tuple[float, float | None]]) -> Table:
         kinds["everything else"] = [total - inference for total, inference in timed]
     rows = []
     for name, seconds in kinds.items():
-        found = Percentiles.of(seconds)
-        values = (found.p50, found.p90, found.p99, found.worst)
-        rows.append([name, *(f"{value:.2f}" for value in values)])
+        rows.append([name, *(f"{value:.2f}" for value in Percentiles.of(seconds))])
     return table(("milliseconds", "median", "90 %", "99 %", "worst"), rows)

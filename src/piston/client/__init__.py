@@ -11,16 +11,9 @@ from piston.client.brokers import (
     RealTimeBroker,
     TemporalEnsemble,
 )
-from piston.client.client import Client
-from piston.client.errors import (
-    ConnectionLost,
-    ProtocolError,
-    ReplyTimeout,
-    ServerBusy,
-    ServerError,
-)
-from piston.client.runtime import Agent, Environment, Hooks, Runtime
-from piston.client.timing import Percentiles, Summary
+from piston.client.client import Client, ConnectionLost, ReplyTimeout, ServerBusy, ServerError
+from piston.client.codec import ProtocolError
+from piston.client.runtime import Agent, Environment, Hooks, Percentiles, Runtime, Summary
 
 __all__ = [
     "ActionChunkBroker",

@@ -21,20 +21,16 @@ import collections
 import dataclasses
 import logging
 import math
-import queue
-import threading
-import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from piston.client.errors import TRANSIENT
+from piston.client.client import TRANSIENT
+from piston.client.worker import Worker
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class Policy(Protocol):
@@ -42,7 +38,6 @@ class Policy(Protocol):
 
     def infer(self, observation: Mapping[str, Any], /) -> Mapping[str, Any]:
         """Return a result with `actions` (horizon, dim)."""
-        ...
 
 
 class ChunkExhausted(TimeoutError):
@@ -63,14 +58,14 @@ class ActionChunkBroker:
         if self._step >= self._num_steps:
             self._result = self._policy.infer(observation)
             chunk = _chunk(self._result)
-            self._num_steps = _executed_steps(chunk, self._execute_horizon, default=len(chunk))
+            self._num_steps = _checked_horizon(self._execute_horizon, chunk) or len(chunk)
             self._step = 0
         self._step += 1
         return _one_step(self._result, self._step - 1)
 
     def reset(self) -> None:
         """Forget the chunk: a new episode begins."""
-        _reset(self._policy)
+        _reset_of(self._policy)()
         self._step = self._num_steps = 0
 
 
@@ -114,7 +109,7 @@ class TemporalEnsemble:
 
     def reset(self) -> None:
         """Forget all chunks: a new episode begins."""
-        _reset(self._policy)
+        _reset_of(self._policy)()
         self._chunks = []
         self._step = 0
 
@@ -126,10 +121,6 @@ class _Plan:
     result: Mapping[str, Any]
     actions: np.ndarray
     step: int  # of the chunk: the one to execute next
-
-    @property
-    def ahead(self) -> np.ndarray:
-        return self.actions[self.step :]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +159,8 @@ class AsyncChunkBroker:
         self._plan: _Plan | None = None
         self._request: _Request | None = None
         self._num_calls = 0
+        # Calls of `infer` between the last requests and their answers.
+        self._delays: collections.deque[int] = collections.deque(maxlen=10)
         # Since construction: steps without an action of their own, and requests that failed.
         self.num_held = 0
         self.num_failures = 0
@@ -175,15 +168,27 @@ class AsyncChunkBroker:
     def infer(self, observation: Mapping[str, Any]) -> dict[str, Any]:
         self._num_calls += 1
         self._take_answer()
-        if self._plan is None:
+        plan = self._plan
+        if plan is None:
             result = self._worker.submit(self._policy.infer, observation).result()
-            self._plan = _Plan(result, _chunk(result), step=0)
+            plan = self._plan = _Plan(result, _chunk(result), step=0)
         elif self._request is None:
-            half = max(1, len(self._plan.actions) // 2)
-            steps = _executed_steps(self._plan.actions, self._execute_horizon, default=half)
-            if self._plan.step >= steps:
-                self._request = self._ask(observation, self._plan)
-        return self._next_action(self._plan)
+            half = max(1, len(plan.actions) // 2)
+            if plan.step >= (_checked_horizon(self._execute_horizon, plan.actions) or half):
+                # Copied: a robot may reuse its buffers while this request is still being packed.
+                request = self._prepare(_copied(observation), plan)
+                answer = self._worker.submit(self._policy.infer, request)
+                self._request = _Request(answer, plan.step, self._num_calls)
+        if plan.step < len(plan.actions):
+            plan.step += 1
+            return _one_step(plan.result, plan.step - 1)
+        self.num_held += 1
+        if self._when_exhausted == "raise":
+            raise ChunkExhausted(
+                f"All {len(plan.actions)} actions are executed and the next chunk has not arrived. "
+                "Ask earlier (a smaller execute_horizon), or slow down."
+            )
+        return {**_one_step(plan.result, len(plan.actions) - 1), "held": True}
 
     def reset(self) -> None:
         """Forget the chunk, and the one being computed: a new episode begins."""
@@ -191,13 +196,7 @@ class AsyncChunkBroker:
             self._request.answer.cancel()
         self._plan = self._request = None
         # In the worker, so that the policy never does two things at once.
-        self._worker.submit(_reset, self._policy).result()
-
-    def _ask(self, observation: Mapping[str, Any], plan: _Plan) -> _Request:
-        # A robot may reuse its buffers while this request is still being packed.
-        request = self._prepare(_copied(observation), plan)
-        answer = self._worker.submit(self._policy.infer, request)
-        return _Request(answer, step=plan.step, call=self._num_calls)
+        self._worker.submit(_reset_of(self._policy)).result()
 
     def _prepare(self, observation: Mapping[str, Any], plan: _Plan) -> Mapping[str, Any]:  # noqa: ARG002
         """Return what to send while a plan is executed."""
@@ -213,27 +212,13 @@ class AsyncChunkBroker:
             result = request.answer.result()
         except TRANSIENT as error:
             self.num_failures += 1
-            if len(plan.ahead) == 0:
+            num_left = len(plan.actions) - plan.step
+            if num_left == 0:
                 raise
-            logger.warning("No new chunk (%d actions are left): %s", len(plan.ahead), error)
+            logger.warning("No new chunk (%d actions are left): %s", num_left, error)
             return
         self._plan = _Plan(result, _chunk(result), step=plan.step - request.step)
-        self._measure(request)
-
-    def _measure(self, request: _Request) -> None:
-        """Called when the answer to a request is taken."""
-
-    def _next_action(self, plan: _Plan) -> dict[str, Any]:
-        if len(plan.ahead) > 0:
-            plan.step += 1
-            return _one_step(plan.result, plan.step - 1)
-        self.num_held += 1
-        if self._when_exhausted == "raise":
-            raise ChunkExhausted(
-                f"All {len(plan.actions)} actions are executed and the next chunk has not arrived. "
-                "Ask earlier (a smaller execute_horizon), or slow down."
-            )
-        return {**_one_step(plan.result, len(plan.actions) - 1), "held": True}
+        self._delays.append(self._num_calls - request.call)
 
 
 class RealTimeBroker(AsyncChunkBroker):
@@ -266,7 +251,7 @@ class RealTimeBroker(AsyncChunkBroker):
         super().__init__(policy, execute_horizon, when_exhausted=when_exhausted)
         self._initial_delay = initial_delay
         self._quantile = delay_quantile
-        self._delays: collections.deque[int] = collections.deque(maxlen=delay_window)
+        self._delays = collections.deque(maxlen=delay_window)
 
     @property
     def delay(self) -> int | None:
@@ -277,54 +262,12 @@ class RealTimeBroker(AsyncChunkBroker):
         return ordered[max(0, math.ceil(self._quantile * len(ordered)) - 1)]
 
     def _prepare(self, observation: Mapping[str, Any], plan: _Plan) -> Mapping[str, Any]:
-        ahead = plan.ahead
+        ahead = plan.actions[plan.step :]
         if len(ahead) == 0:
             return observation
         delay = len(ahead) if self.delay is None else min(self.delay, len(ahead))
         rtc = {"previous_chunk": ahead, "delay": delay, "execute_horizon": plan.step}
         return {**observation, "rtc": rtc}
-
-    def _measure(self, request: _Request) -> None:
-        self._delays.append(self._num_calls - request.call)
-
-
-class Worker:
-    """A background thread that makes one call after another, in the order of submission.
-
-    Unlike an executor's, the thread is a daemon: a request that a dead server will not answer must
-    not delay the end of the program. The thread ends with this object.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        weakref.finalize(self, self._calls.put, None)
-
-    def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=_make_calls, args=(self._calls,), name=self._name, daemon=True
-            )
-            self._thread.start()
-        future: Future[T] = Future()
-        self._calls.put((future, function, args))
-        return future
-
-
-_Call = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
-
-
-def _make_calls(calls: queue.SimpleQueue[_Call | None]) -> None:
-    while (call := calls.get()) is not None:
-        future, function, args = call
-        if future.set_running_or_notify_cancel():
-            try:
-                future.set_result(function(*args))
-            except BaseException as error:
-                future.set_exception(error)
-        # Nothing of a finished call stays alive while waiting for the next.
-        del call, future, function, args
 
 
 def _chunk(result: Mapping[str, Any]) -> np.ndarray:
@@ -341,17 +284,12 @@ def _chunk(result: Mapping[str, Any]) -> np.ndarray:
     return actions
 
 
-def _checked_horizon(execute_horizon: int | None) -> int | None:
-    if execute_horizon is not None and execute_horizon < 1:
-        raise ValueError(f"execute_horizon is 1 or more; found {execute_horizon}.")
-    return execute_horizon
-
-
-def _executed_steps(chunk: np.ndarray, execute_horizon: int | None, *, default: int) -> int:
-    """Return how many of a chunk's steps to execute before asking again."""
+def _checked_horizon(execute_horizon: int | None, chunk: np.ndarray | None = None) -> int | None:
     if execute_horizon is None:
-        return default
-    if execute_horizon > len(chunk):
+        return None
+    if execute_horizon < 1:
+        raise ValueError(f"execute_horizon is 1 or more; found {execute_horizon}.")
+    if chunk is not None and execute_horizon > len(chunk):
         raise ValueError(
             f"execute_horizon is {execute_horizon}, but the policy's chunks have {len(chunk)} "
             "steps. Choose one no longer."
@@ -364,10 +302,9 @@ def _one_step(result: Mapping[str, Any], step: int) -> dict[str, Any]:
     return {**result, "actions": np.array(result["actions"][step]), "chunk_step": step}
 
 
-def _reset(policy: Any) -> None:
-    reset = getattr(policy, "reset", None)
-    if reset is not None:
-        reset()
+def _reset_of(policy: Any) -> Callable[[], None]:
+    """Return the policy's `reset`; a policy without state between requests needs none."""
+    return getattr(policy, "reset", lambda: None)
 
 
 def _copied(value: Any) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import random
 import socket
 import ssl
@@ -19,7 +20,7 @@ import sys
 import threading
 import time
 import urllib.parse
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,16 +28,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 from websockets.frames import CloseCode
 from websockets.sync.client import ClientConnection, connect
 
-from piston.client.codec import pack, unpack
-from piston.client.errors import (
-    BUSY,
-    ConnectionLost,
-    ProtocolError,
-    ReplyTimeout,
-    ServerBusy,
-    ServerError,
-    shortened,
-)
+from piston.client.codec import BUSY, REQUEST_ID, ProtocolError, pack, shortened, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +39,31 @@ _SECONDS_BETWEEN_LOGS = 10.0
 _CLOSE_SECONDS, _HANDSHAKE_SECONDS = 1.0, 5.0
 # Unanswered requests in a row after which even a connection with numbers is replaced.
 _MAX_UNANSWERED = 2
+_MAX_REPLY_BYTES = 256 * 2**20
+
+
+class ServerError(RuntimeError):
+    """The server refused this request. The connection is usable: the next one may succeed."""
+
+
+class ServerBusy(ServerError):
+    """The server's queue is full: ask again later."""
+
+
+class ConnectionLost(ConnectionError):
+    """The server is away, or the connection broke before the reply. The next call reconnects."""
+
+
+class ReplyTimeout(ConnectionLost, TimeoutError):
+    """No reply arrived in time. If it still comes, it is discarded."""
 
 
 class _Refused(ConnectionLost):
     """Connecting again will not help."""
+
+
+# Errors that may pass by themselves: the robot holds still and asks again.
+TRANSIENT = (ConnectionError, TimeoutError, ServerBusy)
 
 
 class Client:
@@ -78,7 +91,11 @@ class Client:
             )
         self.uri = make_uri(host, port)
         self._headers = {"Authorization": f"Api-Key {api_key}"} if api_key else {}
-        self._tls = _tls_context(self.uri, ca_file)
+        self._tls: ssl.SSLContext | None = None
+        if self.uri.startswith("wss://"):
+            self._tls = ssl.create_default_context(cafile=ca_file)
+        elif ca_file is not None:
+            raise ValueError(f"A ca_file is of use with wss:// only; the location is {self.uri}.")
         self._timeout = timeout
         self._connect_timeout = connect_timeout
         self._lock = threading.Lock()
@@ -156,8 +173,6 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # One request.
-
     def _ask(
         self, websocket: ClientConnection, observation: Mapping[str, Any], deadline: float
     ) -> dict[str, Any]:
@@ -167,13 +182,13 @@ class Client:
                 "ignore it. Use AsyncChunkBroker."
             )
         number = next(self._request_ids)
-        message = pack({**observation, "request_id": number} if self._has_numbers else observation)
+        message = pack({**observation, REQUEST_ID: number} if self._has_numbers else observation)
         try:
             websocket.send(message)
             while True:
                 reply = self._receive(websocket, deadline)
                 if not self._has_numbers or _is_reply_to(number, reply):
-                    return _successful(reply)
+                    break
         except ConnectionClosed as error:
             self._drop()
             if error.rcvd is not None and error.rcvd.code == CloseCode.MESSAGE_TOO_BIG:
@@ -181,12 +196,18 @@ class Client:
                     f"The request of {len(message)} bytes is too large: {error.rcvd.reason}. Send "
                     "smaller images, or start the server with a larger --max-message-bytes."
                 ) from error
+            if error.sent is not None and error.sent.code == CloseCode.MESSAGE_TOO_BIG:
+                raise ProtocolError(f"The reply is too large: {error.sent.reason}.") from error
             if time.monotonic() >= deadline:
                 raise ReplyTimeout("The server did not take the request in time.") from error
             raise ConnectionLost(f"The connection broke: {error}.") from error
         except ProtocolError:
             self._drop()
             raise
+        if isinstance(refusal := reply.get("error"), Mapping):
+            kind = ServerBusy if refusal.get("type") == BUSY else ServerError
+            raise kind(str(refusal.get("message", "The server gave no reason.")))
+        return reply
 
     def _receive(self, websocket: ClientConnection, deadline: float) -> dict[str, Any]:
         try:
@@ -202,61 +223,111 @@ class Client:
             if not self._has_numbers:
                 self._drop()
             raise ServerError(message)
-        reply = unpack(message, writable=True)
-        if not isinstance(reply, dict):
-            raise ProtocolError(f"A reply is a dictionary; found {shortened(reply)}.")
-        return reply
+        return _unpack_dictionary(message)
 
     # The connection. Call these with the lock held.
 
     def _connected(self, deadline: float) -> ClientConnection:
         """Return the connection, opened again if it broke."""
-        if self._closed.is_set():
-            raise ConnectionLost("The client was closed.")
-        if self._websocket is None:
+        if self._websocket is None and not self._closed.is_set():
             self._websocket = self._open(deadline)
             self._num_unanswered = 0
-        # After opening: `close` may have been called meanwhile, and saw no connection.
-        if self._closed.is_set():
-            _hang_up(self._websocket)
+        # After opening: `close` may have been called meanwhile, and found no connection.
+        if self._websocket is None or self._closed.is_set():
+            self._drop()
             raise ConnectionLost("The client was closed.")
         return self._websocket
 
     def _open(self, deadline: float) -> ClientConnection:
-        """Connect and read the metadata, again and again until the deadline."""
-        started = last_log = time.monotonic()
-        for attempt, delay in enumerate(_delays()):
+        """Connect and read the metadata, again and again until the deadline.
+
+        A server that warms up accepts the connection and sends its metadata when it is ready, so
+        that wait may be long; a machine that is off does not answer at all, so that one may not.
+        """
+        started, last_log, delay = time.monotonic(), -math.inf, _FIRST_DELAY
+        while True:
             try:
-                websocket, metadata = self._try_to_open(deadline)
+                websocket = self._open_websocket(deadline)
+                metadata = self._read_metadata(websocket, deadline)
                 break
             except _Refused:
                 raise
             except OSError as error:
                 now = time.monotonic()
-                if now + delay >= deadline or self._closed.is_set():
+                # Randomised, so that many robots do not come back at the same moment.
+                pause = delay * random.uniform(0.7, 1.3)
+                if now + pause >= deadline or self._closed.is_set():
                     waited = f"waited {now - started:.1f} s"
                     raise ConnectionLost(f"No server at {self.uri} ({waited}): {error}") from error
-                if attempt == 0 or now - last_log > _SECONDS_BETWEEN_LOGS:
+                if now - last_log > _SECONDS_BETWEEN_LOGS:
                     logger.info("Waiting for the policy server at %s: %s", self.uri, error)
                     last_log = now
-                self._closed.wait(delay)
+                self._closed.wait(pause)
+                delay = min(2 * delay, _LONGEST_DELAY)
         logger.info("Connected to the policy server at %s.", self.uri)
         if self._metadata is not None and pack(metadata) != pack(self._metadata):
             logger.warning("The server at %s came back with other metadata.", self.uri)
         self._metadata = metadata
         return websocket
 
-    def _try_to_open(self, deadline: float) -> tuple[ClientConnection, dict[str, Any]]:
-        """A server that warms up accepts the connection and sends its metadata when it is ready, so
-        that wait may be long; a machine that is off does not answer at all, so that one may not.
-        """
-        handshake = min(deadline, time.monotonic() + _HANDSHAKE_SECONDS)
-        websocket = _open_websocket(self.uri, self._headers, self._tls, handshake)
+    def _open_websocket(self, deadline: float) -> ClientConnection:
         try:
-            _limit_sending(websocket.socket, self._timeout)
-            return websocket, _read_metadata(websocket, self.uri, deadline)
-        except BaseException:
+            opening = connect(
+                self.uri,
+                additional_headers=self._headers,
+                ssl=self._tls,
+                compression=None,
+                max_size=_MAX_REPLY_BYTES,
+                open_timeout=min(max(0.01, deadline - time.monotonic()), _HANDSHAKE_SECONDS),
+                close_timeout=_CLOSE_SECONDS,
+                # A server that computes without answering pings is slow, not dead; `timeout`
+                # decides.
+                ping_interval=None,
+            )
+            websocket = opening.__enter__()
+        except InvalidStatus as error:
+            status = error.response.status_code
+            if status in (401, 403):
+                message = f"{self.uri} refused the API key (HTTP {status})."
+                raise _Refused(f"{message} Give the server's as api_key.") from error
+            if status >= 500:
+                raise ConnectionLost(f"{self.uri} is not ready (HTTP {status}).") from error
+            raise _Refused(f"{self.uri} is no policy server: it answered HTTP {status}.") from error
+        except ssl.SSLCertVerificationError as error:
+            raise _Refused(
+                f"{self.uri} has a certificate that is not trusted: {error.verify_message}. Give "
+                "the authority's certificate as ca_file."
+            ) from error
+        except InvalidHandshake as error:
+            raise ConnectionLost(
+                f"{self.uri} does not answer as a policy server: {error}."
+            ) from error
+        except (EOFError, ConnectionClosed) as error:
+            raise ConnectionLost(f"{self.uri} hung up at once.") from error
+        # A server that reads no more would otherwise block `send` for a quarter of an hour.
+        seconds = self._timeout
+        if sys.platform == "win32":
+            value = struct.pack("@L", max(1, int(seconds * 1e3)))
+        else:
+            value = struct.pack("@ll", int(seconds), max(1, int(seconds % 1 * 1e6)))
+        websocket.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+        return websocket
+
+    def _read_metadata(self, websocket: ClientConnection, deadline: float) -> dict[str, Any]:
+        try:
+            message = websocket.recv(timeout=max(0.0, deadline - time.monotonic()))
+            if isinstance(message, str):
+                raise ConnectionLost(f"{self.uri} refused the connection: {shortened(message)}")
+            return _unpack_dictionary(message)
+        except BaseException as error:
             _hang_up(websocket)
+            if isinstance(error, TimeoutError):
+                lost = f"{self.uri} accepted the connection, but sends nothing."
+                raise ConnectionLost(lost) from None
+            if isinstance(error, ConnectionClosed):
+                raise ConnectionLost(f"{self.uri} hung up: {error}.") from error
+            if isinstance(error, ProtocolError):
+                raise _Refused(f"{self.uri} is no policy server: {error}") from error
             raise
 
     def _drop(self) -> None:
@@ -267,12 +338,10 @@ class Client:
 
 def make_uri(host: str, port: int | None) -> str:
     """Return `ws://host:port` for a name, an address, `name:port`, or a whole location."""
+    location = host
     if "://" not in host:
         is_bare_ipv6 = host.count(":") > 1 and not host.startswith("[")
         location = f"ws://[{host}]" if is_bare_ipv6 else f"ws://{host}"
-        default = DEFAULT_PORT
-    else:
-        location, default = host, None
     parts = urllib.parse.urlsplit(location)
     if parts.scheme not in ("ws", "wss") or not parts.hostname:
         raise ValueError(
@@ -280,85 +349,21 @@ def make_uri(host: str, port: int | None) -> str:
         )
     if parts.port is not None and port is not None and parts.port != port:
         raise ValueError(f"Two ports are given: {host!r} and {port}.")
-    chosen = port or default
+    chosen = port or (DEFAULT_PORT if location != host else None)
     if parts.port is None and chosen is not None:
         parts = parts._replace(netloc=f"{parts.netloc}:{chosen}")
     return parts.geturl()
 
 
-def _tls_context(uri: str, ca_file: str | Path | None) -> ssl.SSLContext | None:
-    if not uri.startswith("wss://"):
-        if ca_file is not None:
-            raise ValueError(f"A ca_file is of use with wss:// only; the location is {uri}.")
-        return None
-    return ssl.create_default_context(cafile=None if ca_file is None else str(ca_file))
-
-
-def _delays() -> Iterator[float]:
-    """Doubling delays, randomised so that many robots do not come back at the same moment."""
-    delay = _FIRST_DELAY
-    while True:
-        yield delay * random.uniform(0.7, 1.3)
-        delay = min(2 * delay, _LONGEST_DELAY)
-
-
-def _open_websocket(
-    uri: str, headers: Mapping[str, str], tls: ssl.SSLContext | None, deadline: float
-) -> ClientConnection:
-    try:
-        opening = connect(
-            uri,
-            additional_headers=dict(headers),
-            ssl=tls,
-            compression=None,
-            max_size=None,
-            open_timeout=max(0.01, deadline - time.monotonic()),
-            close_timeout=_CLOSE_SECONDS,
-            # A server that computes without answering pings is slow, not dead; `timeout` decides.
-            ping_interval=None,
-        )
-        return opening.__enter__()
-    except InvalidStatus as error:
-        raise _refusal(uri, error.response.status_code) from error
-    except ssl.SSLCertVerificationError as error:
-        raise _Refused(
-            f"{uri} has a certificate that is not trusted: {error.verify_message}. Give the "
-            "authority's certificate as ca_file."
-        ) from error
-    except InvalidHandshake as error:
-        raise ConnectionLost(f"{uri} does not answer as a policy server: {error}.") from error
-    except (EOFError, ConnectionClosed) as error:
-        raise ConnectionLost(f"{uri} hung up at once.") from error
-
-
-def _refusal(uri: str, status: int) -> ConnectionLost:
-    if status in (401, 403):
-        return _Refused(f"{uri} refused the API key (HTTP {status}). Give the server's as api_key.")
-    if status >= 500:
-        return ConnectionLost(f"{uri} is not ready (HTTP {status}).")
-    return _Refused(f"{uri} is no policy server: it answered HTTP {status}.")
-
-
-def _read_metadata(websocket: ClientConnection, uri: str, deadline: float) -> dict[str, Any]:
-    try:
-        message = websocket.recv(timeout=max(0.0, deadline - time.monotonic()))
-    except TimeoutError:
-        raise ConnectionLost(f"{uri} accepted the connection, but sends nothing.") from None
-    except ConnectionClosed as error:
-        raise ConnectionLost(f"{uri} hung up: {error}.") from error
-    if isinstance(message, str):
-        raise ConnectionLost(f"{uri} refused the connection: {shortened(message)}")
-    try:
-        metadata = unpack(message, writable=True)
-    except ProtocolError as error:
-        raise _Refused(f"{uri} is no policy server: {error}") from error
-    if not isinstance(metadata, dict):
-        raise _Refused(f"{uri} sent {shortened(metadata)} as its metadata, not a dictionary.")
-    return metadata
+def _unpack_dictionary(message: bytes) -> dict[str, Any]:
+    found = unpack(message, writable=True)
+    if not isinstance(found, dict):
+        raise ProtocolError(f"A message of the server is a dictionary; found {shortened(found)}.")
+    return found
 
 
 def _is_reply_to(number: int, reply: dict[str, Any]) -> bool:
-    found = reply.pop("request_id", None)
+    found = reply.pop(REQUEST_ID, None)
     if not isinstance(found, int) or found > number:
         raise ProtocolError(
             f"A reply to request {shortened(found)} came; {number} was the last one sent."
@@ -366,25 +371,6 @@ def _is_reply_to(number: int, reply: dict[str, Any]) -> bool:
     if found < number:
         logger.warning("Skipped the late reply to request %d; waiting for %d.", found, number)
     return found == number
-
-
-def _successful(reply: dict[str, Any]) -> dict[str, Any]:
-    error = reply.get("error")
-    if not isinstance(error, Mapping):
-        return reply
-    kind = ServerBusy if error.get("type") == BUSY else ServerError
-    raise kind(str(error.get("message", "The server gave no reason.")))
-
-
-def _limit_sending(sock: socket.socket, seconds: float) -> None:
-    """A server that reads no more would otherwise block `send` for a quarter of an hour."""
-    if sys.platform == "win32":
-        value = struct.pack("@L", max(1, int(seconds * 1e3)))
-    else:
-        value = struct.pack("@ll", int(seconds), max(1, int(seconds % 1 * 1e6)))
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
-    # A request is one message; waiting to fill a packet only adds delay.
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _hang_up(websocket: ClientConnection) -> None:

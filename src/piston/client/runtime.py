@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
+import itertools
 import logging
+import math
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from piston.client.brokers import Worker
-from piston.client.errors import TRANSIENT
-from piston.client.timing import EndedBy, Pacer, Summary
+from piston.client.client import TRANSIENT
+from piston.client.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +33,7 @@ _ANSWER_BY, _AT_LEAST = 0.9, 0.5
 # How often a long wait checks whether it is to stop.
 _CHECK_SECONDS = 0.1
 
+EndedBy = Literal["done", "max_steps", "stopped", "interrupted", "held", "error"]
 SafeAction = Callable[[Mapping[str, Any], np.ndarray | None], np.ndarray]
 
 
@@ -39,19 +42,15 @@ class Environment(Protocol):
 
     def reset(self) -> None:
         """Begin an episode."""
-        ...
 
     def get_observation(self) -> Mapping[str, Any]:
         """Return an observation in the robot's own keys, in arrays that are not reused later."""
-        ...
 
     def apply_action(self, action: np.ndarray, /) -> None:
         """Execute one action (dim,)."""
-        ...
 
     def is_done(self) -> bool:
         """Return whether the episode is over."""
-        ...
 
 
 class Agent(Protocol):
@@ -59,7 +58,6 @@ class Agent(Protocol):
 
     def infer(self, observation: Mapping[str, Any], /) -> Mapping[str, Any]:
         """Return a result with `actions` (dim,), and `held` if the action is not a new one."""
-        ...
 
     def reset(self) -> None: ...
 
@@ -90,6 +88,102 @@ class Hooks:
 
     def on_end(self, summary: Summary) -> None:
         """After the last episode, however it ended."""
+
+
+class Pacer:
+    """Steps begin at `start + n · period`, so that delays do not add up.
+
+    A step that takes too long is an overrun. The next one begins at once and is shorter; steps
+    whose whole time has passed are skipped, not made up for in a burst.
+    """
+
+    def __init__(self, period: float, start: float) -> None:
+        self.start = start
+        self._period = period
+        self._index = 0
+
+    @property
+    def begin(self) -> float:
+        """When the current step is due to begin."""
+        return self.start + self._index * self._period
+
+    def advance(self, now: float) -> tuple[float, int]:
+        """Go on to the next step; return the overrun in seconds and the number of skipped steps."""
+        self._index += 1
+        overrun = max(0.0, now - self.begin)
+        num_skipped = math.floor(overrun / self._period) if overrun > self._period else 0
+        self._index += num_skipped
+        return overrun, num_skipped
+
+
+class Percentiles(NamedTuple):
+    """How long something took, in milliseconds."""
+
+    p50: float
+    p90: float
+    p99: float
+    worst: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Percentiles:
+        if not seconds:
+            return cls(*[math.nan] * 4)
+        milliseconds = 1e3 * np.asarray(seconds)
+        return cls(*map(float, np.percentile(milliseconds, [50, 90, 99, 100])))
+
+    def __str__(self) -> str:
+        return (
+            f"median {self.p50:.2f} ms, 90 % {self.p90:.2f} ms, 99 % {self.p99:.2f} ms, "
+            f"worst {self.worst:.2f} ms"
+        )
+
+
+@dataclasses.dataclass
+class Summary:
+    """What a run was like; the runtime fills it in. Times are in seconds."""
+
+    ended_by: EndedBy = "error"
+    num_episodes: int = 0
+    # From the first step to the last, without resets.
+    seconds: float = 0.0
+    # Steps that took longer than a period, by how much at worst, and steps left out because of it.
+    num_overruns: int = 0
+    worst_overrun: float = 0.0
+    num_skipped: int = 0
+    # Steps without an answer of their own, and the longest time without one.
+    num_held: int = 0
+    longest_hold: float = 0.0
+    # The last error that made the robot hold.
+    last_error: Exception | None = None
+    # How long each answer of the agent took, and each whole step.
+    agent_seconds: list[float] = dataclasses.field(default_factory=list, repr=False)
+    step_seconds: list[float] = dataclasses.field(default_factory=list, repr=False)
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.step_seconds)
+
+    @property
+    def agent(self) -> Percentiles:
+        return Percentiles.of(self.agent_seconds)
+
+    @property
+    def step(self) -> Percentiles:
+        return Percentiles.of(self.step_seconds)
+
+    @property
+    def achieved_hz(self) -> float:
+        return self.num_steps / self.seconds if self.seconds > 0 else math.nan
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_steps} steps in {self.num_episodes} episodes at {self.achieved_hz:.1f} Hz; "
+            f"ended by: {self.ended_by}\n"
+            f"overruns: {self.num_overruns} (worst {1e3 * self.worst_overrun:.1f} ms), "
+            f"{self.num_skipped} steps left out\n"
+            f"held: {self.num_held} steps (longest {self.longest_hold:.2f} s)\n"
+            f"agent: {self.agent}\nstep: {self.step}"
+        )
 
 
 class Runtime:
@@ -156,7 +250,13 @@ class Runtime:
 
     def _run_episode(self, episode: int) -> EndedBy:
         self._environment.reset()
-        self._reset_agent()
+        if self._pending is not None:
+            self._pending.cancel()
+            self._pending = None
+        # In the worker, after whatever the agent is still doing for the last episode.
+        reset = self._worker.submit(self._agent.reset)
+        if self._wait(reset):
+            reset.result()
         self._pacer = self._last_action = self._hold_start = None
         self._call_hooks("on_episode_start", episode)
         ended_by: EndedBy = "error"
@@ -169,18 +269,8 @@ class Runtime:
             self._call_hooks("on_episode_end", episode, ended_by)
         return ended_by
 
-    def _reset_agent(self) -> None:
-        if self._pending is not None:
-            self._pending.cancel()
-            self._pending = None
-        # In the worker, after whatever the agent is still doing for the last episode.
-        reset = self._worker.submit(self._agent.reset)
-        if self._wait(reset):
-            reset.result()
-
     def _run_steps(self) -> EndedBy:
-        step = 0
-        while True:
+        for step in itertools.count():
             if self._stop is not None:
                 return self._stop
             if self._environment.is_done():
@@ -188,9 +278,9 @@ class Runtime:
             if step == self._max_steps:
                 return "max_steps"
             if not self._run_step(step):
-                return self._stop or "held"
-            self._end_step(step)
-            step += 1
+                break
+            self._wait_for_next_step(step)
+        return self._stop or "held"
 
     def _run_step(self, step: int) -> bool:
         """Observe, ask, act; return False to end the run here."""
@@ -210,7 +300,13 @@ class Runtime:
         is_held = result is None or bool(result.get("held"))
         if result is not None and is_held:
             self._hold_reason = "the agent holds its last action"
-        action = self._choose(observation, result, is_held)
+        if is_held and self._safe_action is not None:
+            action = np.asarray(self._safe_action(observation, self._last_action))
+        elif result is not None:
+            action = _single_action(result)
+        else:
+            assert self._last_action is not None, "without a fallback the first answer is awaited"
+            action = self._last_action
         # A copy: what is held must not change with what the robot does to its own.
         self._last_action = action.copy()
         self._environment.apply_action(action)
@@ -248,16 +344,6 @@ class Runtime:
         finally:
             self._summary.agent_seconds.append(time.monotonic() - begin)
 
-    def _choose(
-        self, observation: Mapping[str, Any], result: Mapping[str, Any] | None, is_held: bool
-    ) -> np.ndarray:
-        if is_held and self._safe_action is not None:
-            return np.asarray(self._safe_action(observation, self._last_action))
-        if result is not None:
-            return _single_action(result)
-        assert self._last_action is not None, "without a fallback the first answer is waited for"
-        return self._last_action.copy()
-
     def _count_hold(self, step: int, is_held: bool) -> bool:
         """Count a held step; return False if holding has lasted too long."""
         now = time.monotonic()
@@ -277,8 +363,7 @@ class Runtime:
         logger.error("Stopped: no new action for %.1f s: %s.", held_for, self._hold_reason)
         return False
 
-    def _end_step(self, step: int) -> None:
-        """Wait for the next step's time."""
+    def _wait_for_next_step(self, step: int) -> None:
         if self._period is None or self._pacer is None:
             return
         overrun, num_skipped = self._pacer.advance(time.monotonic())

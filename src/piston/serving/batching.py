@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
-from piston.client.brokers import Worker
+from piston.client.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -70,10 +70,6 @@ class _Rhythm:
 
     replied: float = -math.inf
     pause: float = math.inf
-
-    @property
-    def due(self) -> float:
-        return self.replied + self.pause
 
 
 class Batcher:
@@ -148,7 +144,8 @@ class Batcher:
         waiting = {request.source for request in self._queue}
         others_are_due = any(
             # One that is late by more than the wait has changed its rhythm.
-            source not in waiting and now - self._max_wait < rhythm.due <= deadline
+            source not in waiting
+            and now - self._max_wait < rhythm.replied + rhythm.pause <= deadline
             for source, rhythm in self._rhythms.items()
         )
         return deadline - now if others_are_due else 0.0
@@ -176,9 +173,8 @@ class Batcher:
                 # A fault in the delivery of one reply must not affect the others.
                 logger.exception("A reply could not be delivered.")
 
-    # In the inference thread.
-
     def _run_batch(self, batch: list[Request]) -> None:
+        """Called in the inference thread, as `_infer` is."""
         outcomes = self._infer(batch)
         # The loop is closed if the server has given up waiting for the policy.
         with contextlib.suppress(RuntimeError):
@@ -187,19 +183,7 @@ class Batcher:
     def _infer(self, batch: Sequence[Request]) -> list[Outcome]:
         """Return the outcomes of a batch; if it fails as a whole, run its requests one by one."""
         began = time.perf_counter()
-        results = self._results(batch)
-        if isinstance(results, Exception):
-            if len(batch) > 1:
-                logger.debug("A batch of %d failed; running it one by one.", len(batch))
-                return [outcome for request in batch for outcome in self._infer([request])]
-            results = [results]
-        infer_ms = 1e3 * (time.perf_counter() - began)
-        return [
-            Outcome(result, 1e3 * (began - request.arrived), infer_ms, len(batch))
-            for request, result in zip(batch, results, strict=True)
-        ]
-
-    def _results(self, batch: Sequence[Request]) -> Sequence[Result | Exception] | Exception:
+        results: Sequence[Result | Exception]
         try:
             results = self._policy.infer_batch([request.observation for request in batch])
             if len(results) != len(batch):
@@ -207,5 +191,12 @@ class Batcher:
                     f"The policy returned {len(results)} results for {len(batch)} observations."
                 )
         except Exception as error:
-            return error
-        return results
+            if len(batch) > 1:
+                logger.debug("A batch of %d failed; running it one by one.", len(batch))
+                return [outcome for request in batch for outcome in self._infer([request])]
+            results = [error]
+        infer_ms = 1e3 * (time.perf_counter() - began)
+        return [
+            Outcome(result, 1e3 * (began - request.arrived), infer_ms, len(batch))
+            for request, result in zip(batch, results, strict=True)
+        ]

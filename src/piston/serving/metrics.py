@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -16,8 +16,7 @@ _SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
 class Histogram:
-    def __init__(self, name: str, meaning: str, buckets: Sequence[float]) -> None:
-        self._name, self._meaning = name, meaning
+    def __init__(self, buckets: Sequence[float]) -> None:
         self._buckets = buckets
         self._counts = [0] * (len(buckets) + 1)
         self._sum = 0.0
@@ -27,58 +26,41 @@ class Histogram:
         self._counts[bisect.bisect_left(self._buckets, value)] += 1
         self._sum += value
 
-    def lines(self) -> Iterable[str]:
-        yield from _head(self._name, self._meaning, "histogram")
+    def samples(self) -> dict[str, object]:
         bounds = [*(f"{bound:g}" for bound in self._buckets), "+Inf"]
-        for bound, count in zip(bounds, itertools.accumulate(self._counts)):
-            yield f'{self._name}_bucket{{le="{bound}"}} {count}'
-        yield f"{self._name}_sum {self._sum:.9g}"
-        yield f"{self._name}_count {sum(self._counts)}"
+        counts = zip(bounds, itertools.accumulate(self._counts), strict=True)
+        buckets = {f'_bucket{{le="{bound}"}}': count for bound, count in counts}
+        return {**buckets, "_sum": f"{self._sum:.9g}", "_count": sum(self._counts)}
 
 
 class Metrics:
     """Requests (each is answered with a result or with an error of some type), sizes and times."""
 
-    def __init__(
-        self,
-        error_types: Iterable[str],
-        *,
-        queue_length: Callable[[], int],
-        connections: Callable[[], int],
-    ) -> None:
+    def __init__(self, error_types: Iterable[str], waiting: Sized, connections: Sized) -> None:
         self.requests = 0
         self.errors = dict.fromkeys(error_types, 0)
-        self._queue_length, self._connections = queue_length, connections
-        self.batch_size = Histogram(
-            "piston_batch_size", "Requests that shared one inference, per request.", _SIZES
-        )
-        self.inference = Histogram(
-            "piston_inference_seconds", "Time the policy took, per request.", _SECONDS
-        )
-        self.queue = Histogram(
-            "piston_queue_seconds", "Time a request waited for the policy.", _SECONDS
-        )
-        self.total = Histogram(
-            "piston_request_seconds", "Time from a request's arrival until its reply.", _SECONDS
-        )
+        self._waiting, self._connections = waiting, connections
+        self.batch_size = Histogram(_SIZES)
+        self.inference, self.queue, self.total = (Histogram(_SECONDS) for _ in range(3))
 
     def render(self) -> str:
-        return "\n".join(self._lines()) + "\n"
-
-    def _lines(self) -> Iterable[str]:
-        yield from _head("piston_requests_total", "Requests received.", "counter")
-        yield f"piston_requests_total {self.requests}"
-        yield from _head("piston_errors_total", "Requests answered with an error.", "counter")
-        for kind, count in self.errors.items():
-            yield f'piston_errors_total{{type="{kind}"}} {count}'
-        yield from _head("piston_queue_length", "Requests waiting for the policy.", "gauge")
-        yield f"piston_queue_length {self._queue_length()}"
-        yield from _head("piston_connections", "Open connections.", "gauge")
-        yield f"piston_connections {self._connections()}"
-        for histogram in (self.batch_size, self.inference, self.queue, self.total):
-            yield from histogram.lines()
-
-
-def _head(name: str, meaning: str, kind: str) -> Iterable[str]:
-    yield f"# HELP {name} {meaning}"
-    yield f"# TYPE {name} {kind}"
+        errors = {f'{{type="{kind}"}}': count for kind, count in self.errors.items()}
+        families: list[tuple[str, str, str, Mapping[str, object]]] = [
+            ("requests_total", "counter", "Requests received.", {"": self.requests}),
+            ("errors_total", "counter", "Requests answered with an error.", errors),
+            ("queue_length", "gauge", "Requests waiting for the policy.", {"": len(self._waiting)}),
+            ("connections", "gauge", "Open connections.", {"": len(self._connections)}),
+        ]
+        histograms = {
+            ("batch_size", "Requests that shared one inference, per request."): self.batch_size,
+            ("inference_seconds", "Time the policy took, per request."): self.inference,
+            ("queue_seconds", "Time a request waited for the policy."): self.queue,
+            ("request_seconds", "Time from a request's arrival until its reply."): self.total,
+        }
+        for (name, meaning), histogram in histograms.items():
+            families.append((name, "histogram", meaning, histogram.samples()))
+        lines = []
+        for name, kind, meaning, samples in families:
+            lines += [f"# HELP piston_{name} {meaning}", f"# TYPE piston_{name} {kind}"]
+            lines += [f"piston_{name}{suffix} {value}" for suffix, value in samples.items()]
+        return "\n".join(lines) + "\n"

@@ -14,12 +14,11 @@ import asyncio
 import collections
 import dataclasses
 import functools
-import importlib.metadata
 import logging
 import math
 import time
 import traceback
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable
 from typing import Any
 
 import numpy as np
@@ -27,15 +26,13 @@ from websockets.asyncio.server import ServerConnection, broadcast
 from websockets.exceptions import ConnectionClosed
 from websockets.frames import CloseCode
 
-from piston.client.codec import Limits, ProtocolError, pack, unpack
-from piston.client.errors import BUSY
-from piston.serving.batching import Batcher, Busy, Observation, Outcome, Request, Result
+from piston.client.codec import BUSY, REQUEST_ID, ProtocolError, pack, unpack
+from piston.serving.batching import Batcher, Busy, Observation, Outcome, Request
 from piston.serving.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
 VERSION = 1
-REQUEST_ID = "request_id"
 
 # The types of errors that a client may want to distinguish; BUSY: ask again later.
 BAD_REQUEST = "bad_request"  # the request is wrong: the same one will fail again
@@ -45,7 +42,6 @@ ERROR_TYPES = (BAD_REQUEST, BUSY, INTERNAL)
 _MAX_ERROR_BYTES = 3_500  # a whole error reply stays below 4 KB
 # Decoding a value takes some microseconds of the event loop, and an observation has tens of them.
 _MAX_VALUES = 5_000
-_MAX_DEPTH = 32
 # Smaller messages are decoded in the event loop (a tenth of a millisecond); a thread costs more.
 _LARGE_MESSAGE = 4 * 2**20
 # Larger replies are sent by a task that waits until the client takes them.
@@ -62,27 +58,17 @@ class BadRequest(ValueError):
         self.request_id = request_id
 
 
-def message_limits(max_bytes: int) -> Limits:
-    return Limits(max_bytes=max_bytes, max_depth=_MAX_DEPTH, max_values=_MAX_VALUES)
-
-
-def encode_metadata(metadata: Mapping[str, Any], name: str | None = None) -> bytes:
-    about = {"version": importlib.metadata.version("piston"), "protocol": VERSION, "name": name}
-    return pack({**metadata, "piston": about})
-
-
-def decode_request(message: bytes | str, limits: Limits) -> tuple[Observation, int | None]:
+def decode_request(message: bytes | str) -> tuple[Observation, int | None]:
     """Return the observation and the request id, or raise BadRequest."""
     if isinstance(message, str):
         raise BadRequest("A request is a binary frame (msgpack); found a text frame.")
     try:
-        observation = unpack(message, limits=limits)
+        observation = unpack(message, max_values=_MAX_VALUES)
     except ProtocolError as error:
         raise BadRequest(f"The message cannot be read. {error}") from error
     if not isinstance(observation, dict):
-        raise BadRequest(
-            f"An observation is a map of names to values; found a {type(observation).__name__}."
-        )
+        kind = type(observation).__name__
+        raise BadRequest(f"An observation is a map of names to values; found a {kind}.")
     request_id = observation.pop(REQUEST_ID, None)
     if request_id is not None and type(request_id) is not int:
         kind = type(request_id).__name__
@@ -94,65 +80,49 @@ def decode_request(message: bytes | str, limits: Limits) -> tuple[Observation, i
     return observation, request_id
 
 
-def encode_result(result: Result, timing: Mapping[str, Any], request_id: int | None) -> bytes:
-    reply = {**result, "server_timing": timing}
-    if request_id is not None:
-        reply[REQUEST_ID] = request_id
-    return pack(reply)
+def _find_not_finite(value: Any) -> str | None:
+    """Return the path to the first NaN or infinity, None if there is none."""
+    if isinstance(value, dict | list):
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            if (path := _find_not_finite(part)) is not None:
+                return f"/{key}{path}" if isinstance(value, dict) else f"[{key}]{path}"
+        return None
+    if isinstance(value, float):
+        return None if math.isfinite(value) else ""
+    is_float = isinstance(value, np.ndarray | np.generic) and value.dtype.kind == "f"
+    return "" if is_float and not np.isfinite(value).all() else None
 
 
 def encode_error(kind: str, message: str, request_id: int | None) -> bytes | str:
     """Return an error reply of at most 4 KB, whatever the message quotes."""
-    message = _shortened(message)
+    # A lone surrogate, which a policy may have quoted, can be neither packed nor sent.
+    data = message.encode("utf-8", errors="backslashreplace")
+    if len(data) > _MAX_ERROR_BYTES:
+        # Leave out the middle: the beginning says what failed, the end of a traceback where.
+        half = _MAX_ERROR_BYTES // 2
+        data = data[:half] + " … ".encode() + data[-half:]
+    message = data.decode(errors="ignore")
     if request_id is None:
         return f"{kind}: {message}"
     return pack({"error": {"type": kind, "message": message}, REQUEST_ID: request_id})
 
 
-def classify(error: BaseException) -> str:
-    """Policies refuse bad observations with ValueError and LookupError."""
-    if isinstance(error, Busy):
-        return BUSY
-    return BAD_REQUEST if isinstance(error, ValueError | LookupError) else INTERNAL
+def describe(error: Exception, *, debug: bool) -> tuple[str, str]:
+    """Return an error's type, and its message with the notes that transforms added to it.
 
-
-def describe(error: BaseException, *, debug: bool) -> str:
-    """Return the message and the notes that transforms added to it; with `debug` a traceback."""
+    Policies refuse bad observations with ValueError and LookupError. With `debug` the message is a
+    traceback.
+    """
+    is_bad_request = isinstance(error, ValueError | LookupError)
+    kind = BUSY if isinstance(error, Busy) else BAD_REQUEST if is_bad_request else INTERNAL
     if debug:
-        return "".join(traceback.format_exception(error))
+        return kind, "".join(traceback.format_exception(error))
     # str(KeyError("…")) would quote the message.
     is_quoted = type(error) is KeyError and error.args
     message = str(error.args[0] if is_quoted else error) or type(error).__name__
-    if classify(error) == INTERNAL:
+    if kind == INTERNAL:
         message = f"{type(error).__name__}: {message}"
-    return "\n".join([message, *getattr(error, "__notes__", [])])
-
-
-def _shortened(message: str) -> str:
-    """Leave out the middle: the beginning says what failed, the end of a traceback where."""
-    # A lone surrogate, which a policy may have quoted, can be neither packed nor sent.
-    data = message.encode("utf-8", errors="backslashreplace")
-    if len(data) <= _MAX_ERROR_BYTES:
-        return data.decode()
-    half = _MAX_ERROR_BYTES // 2
-    return " … ".join(part.decode(errors="ignore") for part in (data[:half], data[-half:]))
-
-
-def _find_not_finite(value: Any) -> str | None:
-    """Return the path to the first NaN or infinity, None if there is none."""
-    if isinstance(value, dict):
-        for key, part in value.items():
-            if (path := _find_not_finite(part)) is not None:
-                return f"/{key}{path}"
-    elif isinstance(value, list):
-        for index, part in enumerate(value):
-            if (path := _find_not_finite(part)) is not None:
-                return f"[{index}]{path}"
-    elif isinstance(value, float):
-        return None if math.isfinite(value) else ""
-    elif isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind == "f":
-        return None if np.isfinite(value).all() else ""
-    return None
+    return kind, "\n".join([message, *getattr(error, "__notes__", [])])
 
 
 @dataclasses.dataclass(eq=False)
@@ -186,14 +156,12 @@ class Session:
         batcher: Batcher,
         metrics: Metrics,
         *,
-        limits: Limits,
         send_timeout: float,
         debug: bool,
     ) -> None:
         self._connection = connection
         self._batcher = batcher
         self._metrics = metrics
-        self._limits = limits
         self._send_timeout = send_timeout
         self._debug = debug
         self._slots = asyncio.Semaphore(_SLOTS)
@@ -255,20 +223,18 @@ class Session:
         arrived = time.perf_counter()
         try:
             if len(message) < _LARGE_MESSAGE:
-                observation, request_id = decode_request(message, self._limits)
+                observation, request_id = decode_request(message)
             else:
-                decoding = asyncio.to_thread(decode_request, message, self._limits)
-                observation, request_id = await decoding
+                observation, request_id = await asyncio.to_thread(decode_request, message)
         except BadRequest as error:
-            ticket = self._open(error.request_id, arrived)
-            self._answer(ticket, self._encode_error(error, ticket))
+            self._refuse(self._open(error.request_id, arrived), error)
             return False
         ticket = self._open(request_id, arrived)
         finish = functools.partial(self._finish, ticket)
         try:
             self._batcher.submit(Request(observation, self, finish, arrived))
         except Busy as error:
-            self._answer(ticket, self._encode_error(error, ticket))
+            self._refuse(ticket, error)
             return False
         return True
 
@@ -283,11 +249,9 @@ class Session:
         self._metrics.batch_size.observe(outcome.batch_size)
         self._metrics.inference.observe(outcome.infer_ms / 1e3)
         self._metrics.queue.observe(outcome.queue_ms / 1e3)
-        self._answer(ticket, self._encode(ticket, outcome))
-
-    def _encode(self, ticket: _Ticket, outcome: Outcome) -> bytes | str:
         if isinstance(outcome.result, Exception):
-            return self._encode_error(outcome.result, ticket)
+            self._refuse(ticket, outcome.result)
+            return
         timing = {
             "infer_ms": outcome.infer_ms,
             "queue_ms": outcome.queue_ms,
@@ -295,14 +259,17 @@ class Session:
         }
         if self._previous_total_ms is not None:
             timing["prev_total_ms"] = self._previous_total_ms
+        id_field = {} if ticket.request_id is None else {REQUEST_ID: ticket.request_id}
         try:
-            return encode_result(outcome.result, timing, ticket.request_id)
+            reply = pack({**outcome.result, "server_timing": timing, **id_field})
         except (ProtocolError, TypeError) as error:
-            unsendable = RuntimeError(f"The policy's result cannot be sent. {error}")
-            return self._encode_error(unsendable, ticket)
+            self._refuse(ticket, RuntimeError(f"The policy's result cannot be sent. {error}"))
+        else:
+            self._answer(ticket, reply)
 
-    def _encode_error(self, error: Exception, ticket: _Ticket) -> bytes | str:
-        kind = classify(error)
+    def _refuse(self, ticket: _Ticket, error: Exception) -> None:
+        """Answer with an error."""
+        kind, message = describe(error, debug=self._debug)
         self._metrics.errors[kind] += 1
         peer = self._connection.remote_address
         if kind == INTERNAL:
@@ -311,7 +278,7 @@ class Session:
             # Once: a robot whose requests are refused asks many times a second.
             self._has_warned = True
             logger.warning("A request of %s was refused (more are only counted): %s", peer, error)
-        return encode_error(kind, describe(error, debug=self._debug), ticket.request_id)
+        self._answer(ticket, encode_error(kind, message, ticket.request_id))
 
     def _answer(self, ticket: _Ticket, reply: bytes | str) -> None:
         """Send the reply; one without an id only after all those before it."""

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import gc
 import hmac
+import importlib.metadata
 import ipaddress
 import logging
 import re
@@ -30,6 +31,7 @@ from websockets.asyncio.server import ServerConnection
 from websockets.frames import CloseCode
 from websockets.http11 import Request, Response
 
+from piston.client.codec import pack
 from piston.serving import metrics, protocol
 from piston.serving.batching import Batcher, Policy
 
@@ -148,24 +150,23 @@ def run_server(
         gc.collect()
         gc.freeze()
 
-    server = Server(policy, config or ServerConfig(), warm_up=prepare)
-    asyncio.run(_run_until_signal(server))
-    return server.finished
+    async def run_until_signal() -> None:
+        loop = asyncio.get_running_loop()
+        signals = (signal.SIGTERM, signal.SIGINT)
 
+        def stop() -> None:
+            for number in signals:
+                loop.remove_signal_handler(number)
+            logger.info("Told to stop: finishing what is in flight. A second signal ends at once.")
+            server.stop()
 
-async def _run_until_signal(server: Server) -> None:
-    loop = asyncio.get_running_loop()
-    signals = (signal.SIGTERM, signal.SIGINT)
-
-    def stop() -> None:
         for number in signals:
-            loop.remove_signal_handler(number)
-        logger.info("Told to stop: finishing what is in flight. A second signal ends it at once.")
-        server.stop()
+            loop.add_signal_handler(number, stop)
+        await server.run()
 
-    for number in signals:
-        loop.add_signal_handler(number, stop)
-    await server.run()
+    server = Server(policy, config or ServerConfig(), warm_up=prepare)
+    asyncio.run(run_until_signal())
+    return server.finished
 
 
 @contextlib.contextmanager
@@ -209,7 +210,9 @@ class Server:
         self.ready = threading.Event()
         self._config = config
         self._warm_up = warm_up
-        self._metadata = protocol.encode_metadata(policy.metadata, config.name)
+        version = importlib.metadata.version("piston")
+        about = {"version": version, "protocol": protocol.VERSION, "name": config.name}
+        self._metadata = pack({**policy.metadata, "piston": about})
         self._batcher = Batcher(
             policy,
             max_batch=config.max_batch,
@@ -218,11 +221,7 @@ class Server:
         )
         # Each connection's session, and the task that runs it.
         self._sessions: dict[protocol.Session, asyncio.Task[None]] = {}
-        self._metrics = metrics.Metrics(
-            protocol.ERROR_TYPES,
-            queue_length=lambda: len(self._batcher),
-            connections=lambda: len(self._sessions),
-        )
+        self._metrics = metrics.Metrics(protocol.ERROR_TYPES, self._batcher, self._sessions)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._warm = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -246,15 +245,25 @@ class Server:
         self._loop = asyncio.get_running_loop()
         bytes(_KEPT_BYTES)
         listener = await self._listen()
-        self._log_address()
         try:
-            await self._prepare()
+            warm = self._batcher.start(self._warm_up)
+            await protocol.first_of(warm, self._stopping.wait())
+            if not warm.cancelled():
+                warm.result()
+                self._warm.set()
+                self.ready.set()
+                logger.info("Ready.")
             await self._stopping.wait()
         finally:
             listener.close(close_connections=False)
             # Sessions that wait for the warm-up must end.
             self._warm.set()
-            await self._finish_sessions()
+            for session in self._sessions:
+                session.stop()
+            if tasks := list(self._sessions.values()):
+                _, cut = await asyncio.wait(tasks, timeout=self._config.shutdown_timeout_s)
+                if cut:
+                    logger.warning("%d connections were cut off with requests in flight.", len(cut))
             self.finished = self._batcher.stop(timeout=_CLOSE_TIMEOUT)
             if not self.finished:
                 logger.warning("The policy is still working; its result is lost.")
@@ -281,28 +290,12 @@ class Server:
             error.add_note(f"Nothing is served at {self.url}. Choose another host or port.")
             raise
         self.port = listener.sockets[0].getsockname()[1]
+        local = "for this machine only (host 0.0.0.0 is for all)"
+        audience = local if config.is_local else "for other machines as well"
+        logger.info("Listening at %s, %s.", self.url, audience)
+        if not config.is_local and config.api_key is None:
+            logger.warning("No API key is set: everybody who reaches this port may connect.")
         return listener
-
-    def _log_address(self) -> None:
-        if self._config.is_local:
-            logger.info(
-                "Listening at %s, for this machine only (host 0.0.0.0 is for all).", self.url
-            )
-        else:
-            logger.info("Listening at %s, for other machines as well.", self.url)
-            if self._config.api_key is None:
-                logger.warning("No API key is set: everybody who reaches this port may connect.")
-
-    async def _prepare(self) -> None:
-        """Warm up, unless told to stop meanwhile."""
-        warm = self._batcher.start(self._warm_up)
-        await protocol.first_of(warm, self._stopping.wait())
-        if warm.cancelled():
-            return
-        warm.result()
-        self._warm.set()
-        self.ready.set()
-        logger.info("Ready.")
 
     def _process_request(self, connection: ServerConnection, request: Request) -> Response | None:
         """Answer a plain HTTP request; None lets it become a websocket connection."""
@@ -312,7 +305,12 @@ class Server:
             if self._warm.is_set():
                 return connection.respond(HTTPStatus.OK, "OK\n")
             return connection.respond(HTTPStatus.SERVICE_UNAVAILABLE, "The policy warms up.\n")
-        if not self._is_authorized(request):
+        expected = f"Api-Key {self._config.api_key}"
+        found = "\n".join(request.headers.get_all("Authorization"))
+        # The comparison takes the same time however much of the key is right.
+        if self._config.api_key is not None and not hmac.compare_digest(
+            found.encode(errors="surrogateescape"), expected.encode()
+        ):
             logger.warning("%s has no valid API key: refused.", connection.remote_address)
             response = connection.respond(
                 HTTPStatus.UNAUTHORIZED, "Expected the header `Authorization: Api-Key …`.\n"
@@ -330,14 +328,6 @@ class Server:
             )
         return None
 
-    def _is_authorized(self, request: Request) -> bool:
-        if self._config.api_key is None:
-            return True
-        found = "\n".join(request.headers.get_all("Authorization"))
-        expected = f"Api-Key {self._config.api_key}".encode()
-        # Takes the same time however much of the key is right.
-        return hmac.compare_digest(found.encode(errors="surrogateescape"), expected)
-
     async def _serve(self, connection: ServerConnection) -> None:
         # Several connections may have passed `_process_request` together.
         if len(self._sessions) >= self._config.max_connections:
@@ -347,7 +337,6 @@ class Server:
             connection,
             self._batcher,
             self._metrics,
-            limits=protocol.message_limits(self._config.max_message_bytes),
             send_timeout=self._config.send_timeout_s,
             debug=self._config.debug,
         )
@@ -370,14 +359,3 @@ class Server:
         finally:
             del self._sessions[session]
             logger.info("%s has gone (%d connections).", peer, len(self._sessions))
-
-    async def _finish_sessions(self) -> None:
-        for session in self._sessions:
-            session.stop()
-        if not self._sessions:
-            return
-        _, unfinished = await asyncio.wait(
-            self._sessions.values(), timeout=self._config.shutdown_timeout_s
-        )
-        if unfinished:
-            logger.warning("%d connections were cut off with requests in flight.", len(unfinished))
