@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -270,18 +271,19 @@ class RealTimeBroker(AsyncChunkBroker):
         return {**observation, "rtc": rtc}
 
 
-def _chunk(result: Mapping[str, Any]) -> np.ndarray:
-    """Return the chunk (horizon, dim) of a policy's result; raise if it must not be executed."""
+def checked_actions(result: Mapping[str, Any], ndim: int, expected: str) -> np.ndarray:
+    """Return the actions of a result; raise ValueError if they must not be executed."""
     if "actions" not in result:
-        raise ValueError(f"The policy's result has no 'actions'; found {sorted(result)}.")
+        raise ValueError(f"The result has no 'actions'; found {sorted(result)}.")
     actions = np.asarray(result["actions"])
-    if actions.ndim != 2 or len(actions) == 0:
-        raise ValueError(
-            f"The policy's actions have shape {actions.shape}; expected a chunk (horizon, dim)."
-        )
+    if actions.ndim != ndim or len(actions) == 0:
+        raise ValueError(f"The actions have shape {actions.shape}; expected {expected}.")
     if not np.isfinite(actions).all():
-        raise ValueError("The policy's actions are not all finite numbers; they are not executed.")
+        raise ValueError("The actions are not finite numbers; they are not executed.")
     return actions
+
+
+_chunk = functools.partial(checked_actions, ndim=2, expected="a chunk (horizon, dim)")
 
 
 def _checked_horizon(execute_horizon: int | None, chunk: np.ndarray | None = None) -> int | None:

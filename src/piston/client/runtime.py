@@ -8,7 +8,6 @@ the server is away, the last action is held and the loop goes on, until the agen
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import itertools
 import logging
@@ -16,12 +15,13 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from piston.client.brokers import checked_actions
 from piston.client.client import TRANSIENT
 from piston.client.worker import Worker
 
@@ -236,17 +236,28 @@ class Runtime:
         """Run all episodes. An error of the agent that will not pass ends the run and is raised."""
         self._stop = None
         self._summary = Summary()
-        with self._interruptible():
+        # The first Ctrl-C ends the run after the step, a second one at once.
+        is_main = threading.current_thread() is threading.main_thread()
+        previous = signal.signal(signal.SIGINT, self._interrupt) if is_main else None
+        try:
+            self._call_hooks("on_start")
+            for episode in range(self._num_episodes):
+                self._summary.ended_by = "error"
+                self._summary.ended_by = self._run_episode(episode)
+                if self._summary.ended_by not in ("done", "max_steps"):
+                    break
+        finally:
             try:
-                self._call_hooks("on_start")
-                for episode in range(self._num_episodes):
-                    self._summary.ended_by = "error"
-                    self._summary.ended_by = self._run_episode(episode)
-                    if self._summary.ended_by not in ("done", "max_steps"):
-                        break
-            finally:
                 self._call_hooks("on_end", self._summary)
+            finally:
+                if is_main:
+                    signal.signal(signal.SIGINT, previous or signal.SIG_DFL)
         return self._summary
+
+    def _interrupt(self, *_: object) -> None:
+        if self._stop == "interrupted":
+            raise KeyboardInterrupt
+        self._stop = "interrupted"
 
     def _run_episode(self, episode: int) -> EndedBy:
         self._environment.reset()
@@ -303,7 +314,10 @@ class Runtime:
         if is_held and self._safe_action is not None:
             action = np.asarray(self._safe_action(observation, self._last_action))
         elif result is not None:
-            action = _single_action(result)
+            one = (
+                "one action (dim,): wrap a policy that gives chunks, such as a Client, in a broker"
+            )
+            action = checked_actions(result, ndim=1, expected=one)
         else:
             assert self._last_action is not None, "without a fallback the first answer is awaited"
             action = self._last_action
@@ -387,33 +401,3 @@ class Runtime:
     def _call_hooks(self, event: str, *args: Any) -> None:
         for hooks in self._hooks:
             getattr(hooks, event)(*args)
-
-    @contextlib.contextmanager
-    def _interruptible(self) -> Iterator[None]:
-        """Let the first Ctrl-C end the run after the step, a second one at once."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def interrupt(*_: Any) -> None:
-            if self._stop == "interrupted":
-                raise KeyboardInterrupt
-            self._stop = "interrupted"
-
-        previous = signal.signal(signal.SIGINT, interrupt)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, previous or signal.SIG_DFL)
-
-
-def _single_action(result: Mapping[str, Any]) -> np.ndarray:
-    action = np.asarray(result["actions"])
-    if action.ndim != 1:
-        raise ValueError(
-            f"The agent's actions have shape {action.shape}; expected one action (dim,). Wrap a "
-            "policy that gives chunks, such as a Client, in a broker."
-        )
-    if not np.isfinite(action).all():
-        raise ValueError(f"The agent's action is not finite: {action}. It is not executed.")
-    return action

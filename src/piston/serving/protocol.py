@@ -186,7 +186,8 @@ class Session:
             if self._reading.done() and not self._reading.cancelled():
                 self._reading.result()
             if self._is_stopping:
-                await first_of(self._wait_until_answered(), self._connection.wait_closed())
+                answered = asyncio.gather(*(self._slots.acquire() for _ in range(_SLOTS)))
+                await first_of(answered, self._connection.wait_closed())
                 await self._connection.close(CloseCode.GOING_AWAY, "the server is shutting down")
         except ConnectionClosed:
             pass
@@ -201,10 +202,6 @@ class Session:
         self._is_stopping = True
         if self._reading is not None:
             self._reading.cancel()
-
-    async def _wait_until_answered(self) -> None:
-        for _ in range(_SLOTS):
-            await self._slots.acquire()
 
     async def _read(self) -> None:
         while True:
@@ -252,11 +249,7 @@ class Session:
         if isinstance(outcome.result, Exception):
             self._refuse(ticket, outcome.result)
             return
-        timing = {
-            "infer_ms": outcome.infer_ms,
-            "queue_ms": outcome.queue_ms,
-            "batch_size": outcome.batch_size,
-        }
+        timing = {name: getattr(outcome, name) for name in ("infer_ms", "queue_ms", "batch_size")}
         if self._previous_total_ms is not None:
             timing["prev_total_ms"] = self._previous_total_ms
         id_field = {} if ticket.request_id is None else {REQUEST_ID: ticket.request_id}
