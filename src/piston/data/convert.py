@@ -189,39 +189,28 @@ def _target_features(
     features: Features = {}
     ignored = []
     for key, entry in metadata.info["features"].items():
-        is_video = entry["dtype"] == "video"
         if key in BOOKKEEPING:
             continue
-        if key not in (metadata.cameras if is_video else stored):
+        dtype, shape = entry["dtype"], [int(size) for size in entry.get("shape") or [1]]
+        if key not in (metadata.cameras if dtype == "video" else stored):
             ignored.append(key)
             logger.warning("%s: feature %r is declared but has no data", metadata.root, key)
             continue
-        features[key] = {
-            "dtype": entry["dtype"],
-            "shape": [int(size) for size in entry.get("shape") or [1]],
-            "names": entry.get("names"),
-        }
-        if is_video:
-            features[key] |= _actual_size(metadata, kept, key, features[key]["shape"])
+        features[key] = {"dtype": dtype, "shape": shape, "names": entry.get("names")}
+        if dtype != "video":
+            continue
+        if metadata.features[key].video.get("video.is_depth_map"):
+            raise ValueError(f"{metadata.root}: {key} is a depth video, which cannot be converted")
+        path = next(episode.videos[key].path for episode in kept if key in episode.videos)
+        info, _ = probe_video(metadata.root / path, metadata.fps)
+        found = [info["video.height"], info["video.width"], 3]
+        if sorted(shape) != sorted(found):
+            logger.warning(
+                "%s: %s is declared as %s, its frames are %s; the new set declares these",
+                *(metadata.root, key, shape, found),
+            )
+            features[key] |= {"shape": found, "names": IMAGE_NAMES}
     return features | {key: dict(entry) for key, entry in BOOKKEEPING.items()}, tuple(ignored)
-
-
-def _actual_size(
-    metadata: Metadata, kept: Sequence[Episode], camera: str, declared: list[int]
-) -> dict[str, Any]:
-    """Return the size of the camera's frames if it is not the declared one."""
-    if metadata.features[camera].video.get("video.is_depth_map"):
-        raise ValueError(f"{metadata.root}: {camera} is a depth video, which cannot be converted")
-    path = next(episode.videos[camera].path for episode in kept if camera in episode.videos)
-    info, _ = probe_video(metadata.root / path, metadata.fps)
-    found = [info["video.height"], info["video.width"], 3]
-    if sorted(declared) == sorted(found):
-        return {}
-    logger.warning(
-        "%s: %s is declared as %s, its frames are %s; the new set declares these",
-        *(metadata.root, camera, declared, found),
-    )
-    return {"shape": found, "names": IMAGE_NAMES}
 
 
 def _stored_image_stats(metadata: Metadata, features: Features) -> dict[int, EpisodeStats]:
@@ -255,13 +244,18 @@ class _SourceReader:
     def read(self, episode: Episode) -> NewEpisode:
         rows = self.findings.files[episode.data_path].rows[episode.index]
         columns = self._columns(episode, rows)
+        times = rows["timestamp"].reshape(-1) if "timestamp" in rows else None
+        steps = np.arange(episode.length) / self.metadata.fps
+        if times is not None and np.abs(times - steps).max() >= TOLERANCE_S:
+            times = None  # as those of the video frames
+            self.num_retimed += 1
         cameras = keys_of(self.features, "video")
         return NewEpisode(
             columns=columns,
             frame_tasks=self._frame_tasks(episode, rows),
             videos={camera: self._video(episode, camera) for camera in cameras},
             image_stats=self.stats.get(episode.index) or self._image_stats(episode, columns),
-            timestamps=self._timestamps(rows),
+            timestamps=times,
             tasks=episode.tasks or None,
         )
 
@@ -280,16 +274,6 @@ class _SourceReader:
                 cells = table[key].to_pylist()
                 columns[key] = [image_bytes(cell, self.metadata.root) for cell in cells]
         return columns
-
-    def _timestamps(self, rows: Rows) -> np.ndarray | None:
-        """Return the source's own, unless they differ from those of the video frames."""
-        if "timestamp" not in rows:
-            return None
-        times = rows["timestamp"].reshape(-1)
-        if np.abs(times - np.arange(len(times)) / self.metadata.fps).max() < TOLERANCE_S:
-            return times
-        self.num_retimed += 1
-        return None
 
     def _frame_tasks(self, episode: Episode, rows: Rows) -> list[str]:
         default = episode.tasks[0] if episode.tasks else self.task

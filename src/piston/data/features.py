@@ -183,49 +183,51 @@ def column_stats(values: np.ndarray) -> FeatureStats:
     """Compute statistics over the rows of (n, ...); a column (n,) counts as one dimension."""
     if len(values) == 0:
         raise ValueError("an episode without frames has no statistics")
-    ones = np.ones(len(values))
-    dimensions = [_stats(column, ones) for column in values.reshape(len(values), -1).T]
-    return _stack(dimensions, values.shape[1:] or (1,), len(values))
+    rows = values.reshape(len(values), -1)
+    return _named(_stats(rows, np.ones(rows.shape)), values.shape[1:] or (1,), len(values))
 
 
 def image_stats(histograms: Sequence[Int[np.ndarray, "c 256"]]) -> FeatureStats:
     """Compute statistics per channel (c, 1, 1) from the histograms of the sampled frames."""
     if len(histograms) == 0:
         raise ValueError("an episode without frames has no statistics")
-    counts = np.sum(histograms, axis=0)
-    channels = [_stats(np.flatnonzero(row), row[row > 0].astype(np.float64)) for row in counts]
-    stats = _stack(channels, (-1, 1, 1), len(histograms))
-    return {name: value if name == "count" else value / 255 for name, value in stats.items()}
+    channels = [
+        _stats(np.flatnonzero(counts)[:, None], counts[counts > 0, None].astype(np.float64))
+        for counts in np.sum(histograms, axis=0)
+    ]
+    stats = {name: np.stack([one[name] for one in channels]) / 255 for name in channels[0]}
+    return _named(stats, (-1, 1, 1), len(histograms))
 
 
-def _stack(
-    dimensions: Sequence[Mapping[str, Any]], shape: tuple[int, ...], count: int
-) -> FeatureStats:
-    stats = {
-        name: np.array([dimension[name] for dimension in dimensions]).reshape(shape)
-        for name in dimensions[0]
-    } | {"count": np.array([count])}
-    return {name: stats[name] for name in STAT_NAMES}
+def _named(stats: FeatureStats, shape: tuple[int, ...], count: int) -> FeatureStats:
+    return {
+        name: np.array([count]) if name == "count" else stats[name].reshape(shape)
+        for name in STAT_NAMES
+    }
 
 
-def _stats(values: Shaped[np.ndarray, " n"], counts: Float[np.ndarray, " n"]) -> dict[str, Any]:
-    """Compute the statistics of numbers that occur so many times each."""
-    low, high = values.min(), values.max()
-    exact = values.astype(np.float64)
-    mean = np.average(exact, weights=counts)
-    std = np.sqrt(np.average((exact - mean) ** 2, weights=counts))
-    stats = {"min": low, "max": high, "mean": mean, "std": std}
-    if low == high:
-        return stats | dict.fromkeys(QUANTILES, float(low))
-    edges = np.linspace(float(low) - MARGIN, float(high) + MARGIN, NUM_BINS + 1)
-    bins = np.clip(np.searchsorted(edges, exact, "right") - 1, 0, NUM_BINS - 1)
-    histogram = np.bincount(bins, counts, NUM_BINS)
-    cumulative = np.cumsum(histogram)
+def _stats(values: Shaped[np.ndarray, "n d"], counts: Float[np.ndarray, "n d"]) -> FeatureStats:
+    """Compute the statistics of each column, in which values occur `counts` times."""
+    exact, total = values.astype(np.float64), counts.sum(axis=0)
+    mean = (exact * counts).sum(axis=0) / total
+    std = np.sqrt(((exact - mean) ** 2 * counts).sum(axis=0) / total)
+    stats = {"min": values.min(axis=0), "max": values.max(axis=0), "mean": mean, "std": std}
+    order = exact.argsort(axis=0)
+    exact, counts = (np.take_along_axis(array, order, axis=0) for array in (exact, counts))
+    low, high = exact[0], exact[-1]
+    start = low - MARGIN
+    width = np.where(low == high, 1.0, (high + MARGIN - start) / NUM_BINS)
+    bins = np.floor((exact - start) / width)
+    # Rounding may have moved a value across an edge.
+    bins += (exact >= start + (bins + 1) * width).astype(int) - (exact < start + bins * width)
+    bins = np.clip(bins, 0, NUM_BINS - 1)
+    cumulative = counts.cumsum(axis=0)
     for name, quantile in QUANTILES.items():
-        target = quantile * cumulative[-1]
-        index = int(np.searchsorted(cumulative, target))
-        fraction = (target - cumulative[index - 1]) / histogram[index] if index else 0.0
-        stats[name] = edges[index] + fraction * (edges[index + 1] - edges[index])
+        target = quantile * total
+        found = np.take_along_axis(bins, (cumulative < target).sum(axis=0)[None], axis=0)[0]
+        before, inside = ((counts * where).sum(axis=0) for where in (bins < found, bins == found))
+        fraction = np.where(found > 0, (target - before) / inside, 0.0)
+        stats[name] = np.where(low == high, low, start + (found + fraction) * width)
     return stats
 
 
@@ -257,24 +259,23 @@ def merge_stats(episodes: Iterable[EpisodeStats]) -> EpisodeStats:
     """
     merged: EpisodeStats = {}
     for episode in episodes:
-        for key, stats in episode.items():
-            merged[key] = _merge_two(merged[key], stats) if key in merged else dict(stats)
-    return merged
-
-
-def _merge_two(a: FeatureStats, b: FeatureStats) -> FeatureStats:
-    count = a["count"] + b["count"]
-    share = b["count"] / count
-    difference = b["mean"] - a["mean"]
-    variance = (1 - share) * a["std"] ** 2 + share * b["std"] ** 2
-    merged = {
-        "min": np.minimum(a["min"], b["min"]),
-        "max": np.maximum(a["max"], b["max"]),
-        "mean": a["mean"] + share * difference,
-        "std": np.sqrt(variance + share * (1 - share) * difference**2),
-        "count": count,
-    }
-    for name, quantile in QUANTILES.items():
-        if name in a and name in b:
-            merged[name] = (np.minimum if quantile <= 0.5 else np.maximum)(a[name], b[name])
+        for key, b in episode.items():
+            a = merged.setdefault(key, b)
+            if a is b:
+                continue
+            count = a["count"] + b["count"]
+            share = b["count"] / count
+            difference = b["mean"] - a["mean"]
+            variance = (1 - share) * a["std"] ** 2 + share * b["std"] ** 2
+            merged[key] = {
+                "min": np.minimum(a["min"], b["min"]),
+                "max": np.maximum(a["max"], b["max"]),
+                "mean": a["mean"] + share * difference,
+                "std": np.sqrt(variance + share * (1 - share) * difference**2),
+                "count": count,
+            }
+            for name, quantile in QUANTILES.items():
+                if name in a and name in b:
+                    bound = np.minimum if quantile <= 0.5 else np.maximum
+                    merged[key][name] = bound(a[name], b[name])
     return merged
