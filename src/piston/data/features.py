@@ -260,9 +260,10 @@ def merge_stats(episodes: Iterable[EpisodeStats]) -> EpisodeStats:
     merged: EpisodeStats = {}
     for episode in episodes:
         for key, b in episode.items():
-            a = merged.setdefault(key, b)
-            if a is b:
+            if key not in merged:
+                merged[key] = b
                 continue
+            a = merged[key]
             count = a["count"] + b["count"]
             share = b["count"] / count
             difference = b["mean"] - a["mean"]
