@@ -130,7 +130,7 @@ def test_choices(tmp_path: Path) -> None:
         images="image",
     )
     dataset = open_dataset(tmp_path / "set")
-    assert [dataset.task(i) for i in (0, 6)] == ["task of episode_10", "task of episode_2"]
+    assert [dataset[i]["task"] for i in (0, 6)] == ["task of episode_10", "task of episode_2"]
     assert "observation.velocity" not in dataset.metadata.features
     assert dataset.metadata.features["action"].names == [f"motor_{i}" for i in range(7)]
     np.testing.assert_array_equal(

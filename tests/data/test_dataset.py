@@ -351,12 +351,13 @@ def test_a_column_that_is_no_array_costs_its_episode(tmp_path, column, message, 
 @pytest.mark.parametrize(
     ("column", "message"), [(pa.array([[1.0, 2.0]] * 9), "in the files before")]
 )
-def test_a_column_of_another_shape_is_refused_at_the_first_item(tmp_path, column, message):
+def test_a_column_of_another_shape_is_refused_when_the_set_is_opened(tmp_path, column, message):
     folder = Folder(tmp_path / "set")
     folder.rewrite(1, action=column)
-    dataset = open_dataset(folder.root)
-    with pytest.raises(ValueError, match=f"episode_000001.*{message}"):
-        dataset[0]
+    with pytest.raises(EpisodeError, match=f"episode_000001.*{message}") as found:
+        open_dataset(folder.root)
+    assert found.value.episode == 1
+    assert len(open_dataset(folder.root, episodes="!1").episodes) == 2
 
 
 def test_arrays_of_more_axes_and_texts_are_read(tmp_path):

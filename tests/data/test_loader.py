@@ -88,7 +88,6 @@ def test_workers_give_what_one_process_gives(samples):
         assert torch.equal(ours["state"], theirs["state"])
     assert {pid for b in expected for pid in b["process"].tolist()} == {os.getpid()}
     assert len({pid for b in found for pid in b["process"].tolist()}) == 3
-    assert all(batch["preloaded"].all() for batch in found)  # once, by this process
 
 
 def test_batches_stay_valid_after_the_loader_is_closed(samples):
@@ -216,11 +215,6 @@ def test_nothing_is_left_open(samples):
             take(source, 30)
             assert open_files() < before + 20
     wait_until(lambda: open_files() == before)  # threads of the queues close them
-
-
-def test_what_cannot_be_preloaded_is_told(samples):
-    with pytest.raises(FileNotFoundError, match="the columns are gone"):
-        next(loader(samples.CannotPreload()))
 
 
 def test_data_that_cannot_be_pickled_says_what_to_do(samples):

@@ -111,7 +111,6 @@ def test_a_robot_may_drop_the_padding_mask_but_not_lose_it(folder):
 def test_it_can_be_pickled(folder):
     data = open_data(data_config(folder.root))
     copy = pickle.loads(pickle.dumps(data))
-    copy.preload()
     np.testing.assert_array_equal(copy[5]["actions"], data[5]["actions"])
 
 

@@ -168,10 +168,10 @@ def test_the_configuration_chooses_episodes(tmp_path):
     folder = Folder(tmp_path / "set", "v2.1")
     config = data_config(folder.root, episodes="!1")
     assert [episode.index for episode in open_source(config, MODEL).episodes] == [0, 2]
-    held_out = open_source(config, MODEL, episodes=[2]).episodes
+    held_out = open_source(config, MODEL).select([2]).episodes
     assert [episode.index for episode in held_out] == [2]
     with pytest.raises(ValueError, match="Episodes 1 were asked for"):
-        open_source(config, MODEL, episodes=[0, 1])
+        open_source(config, MODEL).select([0, 1])
 
 
 @pytest.mark.parametrize("kind", ["null", "page"])

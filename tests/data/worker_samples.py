@@ -17,13 +17,9 @@ class Numbers:
 
     def __init__(self, length=20, bad=None, trouble=None):
         self.length, self.bad, self.trouble = length, bad, trouble
-        self.preloaded = False
 
     def __len__(self):
         return self.length
-
-    def preload(self):
-        self.preloaded = True
 
     def __getitem__(self, index):
         if index == self.bad:
@@ -34,7 +30,6 @@ class Numbers:
             "state": np.full(3, index, np.float32),
             "index": np.int64(index),
             "process": np.int64(os.getpid()),
-            "preloaded": np.bool_(self.preloaded),
         }
 
     def _raise(self, index):
@@ -53,8 +48,3 @@ class Numbers:
 
     def _sleep(self, index):  # noqa: ARG002
         time.sleep(600)
-
-
-class CannotPreload(Numbers):
-    def preload(self):
-        raise FileNotFoundError("the columns are gone")

@@ -12,7 +12,6 @@ which then leaves them as they are.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import hashlib
@@ -20,14 +19,12 @@ import logging
 import re
 import shutil
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import filelock
 import numpy as np
-from jaxtyping import UInt8
 
 from piston.assets import home
 from piston.data.dataset import LeRobotDataset
@@ -41,36 +38,8 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 3
 
-
-class CameraCache:
-    """The resized frames of one camera."""
-
-    def __init__(self, metadata: Metadata, camera: str, pixels: int, home_folder: Path) -> None:
-        self.camera, self.pixels = camera, pixels
-        self.folder = home_folder / _folder_name(metadata, camera, pixels)
-
-    def frame(self, episode: Episode, step: int) -> UInt8[np.ndarray, "p p 3"]:
-        """Return a copy of a frame."""
-        return _open_frames(self._path(episode))[step].copy()
-
-    def missing(self, episodes: Sequence[Episode]) -> list[Episode]:
-        return [episode for episode in episodes if not Path(self._path(episode)).exists()]
-
-    def num_bytes(self, episodes: Sequence[Episode]) -> int:
-        return sum(episode.length for episode in episodes) * self.pixels**2 * 3
-
-    def write(self, episode: Episode, images: Iterable[np.ndarray]) -> None:
-        """Resize and store the images of an episode. The caller holds the lock."""
-        shape = (episode.length, self.pixels, self.pixels, 3)
-        header = {"descr": "|u1", "fortran_order": False, "shape": shape}
-        with atomic_file(Path(self._path(episode))) as temporary, temporary.open("wb") as file:
-            np.lib.format.write_array_header_1_0(file, header)
-            for image in images:
-                small = resize_with_pad(image, self.pixels, self.pixels)
-                file.write(np.ascontiguousarray(small).data)
-
-    def _path(self, episode: Episode) -> str:  # a Path costs several µs for every frame
-        return f"{self.folder}/episode_{episode.index:06d}.npy"
+# A camera, and the episodes to decode from one file, with the number of their first frames.
+_FileWork = tuple[str, list[tuple[Episode, int]]]
 
 
 @functools.lru_cache(maxsize=4096)  # below the number of files that a process may map
@@ -79,129 +48,117 @@ def _open_frames(path: str) -> np.ndarray:
 
 
 class CachedFrames:
-    """A data set whose images come from caches, of `pixels` squared; nothing else differs."""
+    """A data set whose images come from a cache, of `pixels` squared; nothing else differs."""
 
     def __init__(self, dataset: LeRobotDataset, pixels: int, folder: Path | None = None) -> None:
         where = home() / "frames" if folder is None else folder
         self.metadata = dataset.metadata
-        self._dataset, self._numbers = dataset, dataset.without_cameras()
-        self.caches = {c: CameraCache(self.metadata, c, pixels, where) for c in dataset.cameras}
+        self._dataset, self._without_images = dataset, dataset.without_cameras()
+        self._pixels = pixels
+        self.folders = {c: where / _folder_name(self.metadata, c, pixels) for c in dataset.cameras}
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        place = self._dataset.place(index)
-        frames = {camera: cache.frame(*place) for camera, cache in self.caches.items()}
-        return self._numbers[index] | frames
+        episode, step = self._dataset.place(index)
+        item = self._without_images[index]
+        for camera in self.folders:
+            item[camera] = _open_frames(self._path(camera, episode))[step].copy()
+        return item
 
-    def preload(self) -> None:
-        self._numbers.preload()
+    def _path(self, camera: str, episode: Episode) -> str:  # a Path costs several µs per frame
+        return f"{self.folders[camera]}/episode_{episode.index:06d}.npy"
+
+    def missing(self) -> list[_FileWork]:
+        """Return what has to be decoded, file by file, in the order of the file."""
+        work: dict[tuple[str, str], _FileWork] = {}
+        starts = self._dataset.episode_bounds[:, 0].tolist()
+        for camera in self.folders:
+            for episode, start in zip(self._dataset.episodes, starts):
+                if not Path(self._path(camera, episode)).exists():
+                    file = work.setdefault((camera, episode.file_of(camera)), (camera, []))
+                    file[1].append((episode, start))
+        for camera, inside in work.values():
+            if camera in inside[0][0].videos:
+                inside.sort(key=lambda pair, camera=camera: pair[0].videos[camera].start)
+        return list(work.values())
 
     def build(self) -> None:
         """Decode what is missing. Safe in several processes: one works, the others wait."""
-        caches = sorted(self.caches.values(), key=lambda cache: cache.folder)
         with contextlib.ExitStack() as locks:
-            for cache in caches:  # always in this order, so that two processes cannot block
-                _acquire(cache, locks)
-            missing = {cache: cache.missing(self._dataset.episodes) for cache in caches}
-            if not any(missing.values()):
+            for folder in sorted(self.folders.values()):  # so that two processes cannot block
+                folder.mkdir(parents=True, exist_ok=True)
+                lock = filelock.FileLock(folder / "lock")
+                try:
+                    locks.enter_context(lock.acquire(timeout=0))
+                except filelock.Timeout:
+                    logger.info("Waiting for another process that builds %s", folder)
+                    locks.enter_context(lock.acquire())
+            missing = self.missing()
+            if not missing:
                 return
-            num_bytes = sum(cache.num_bytes(episodes) for cache, episodes in missing.items())
-            require_space(caches[0].folder, num_bytes)
-            logger.info(
-                "Decoding frames once into %s (%.1f GB)", caches[0].folder.parent, num_bytes / 1e9
-            )
-            for cache in caches:
-                about = {"data set": str(self.metadata.root.resolve()), "camera": cache.camera}
-                write_json(cache.folder / "about.json", {**about, "pixels": cache.pixels})
-            self._decode(missing)
+            total = sum(episode.length for _, inside in missing for episode, _ in inside)
+            num_bytes = total * self._pixels**2 * 3
+            folder = next(iter(self.folders.values())).parent
+            if num_bytes > (free := shutil.disk_usage(folder).free):
+                raise OSError(
+                    f"The frame cache needs {num_bytes / 1e9:.1f} GB in {folder}, where only "
+                    f"{free / 1e9:.1f} GB are free. Make room, set PISTON_HOME to a larger disk, "
+                    "or train without the cache."
+                )
+            logger.info("Decoding frames once into %s (%.1f GB)", folder, num_bytes / 1e9)
+            for camera, folder in self.folders.items():
+                about = {"data set": str(self.metadata.root.resolve()), "camera": camera}
+                write_json(folder / "about.json", {**about, "pixels": self._pixels})
+            self._decode(missing, total)
 
-    def _decode(self, missing: Mapping[CameraCache, Sequence[Episode]]) -> None:
+    def _decode(self, missing: list[_FileWork], total: int) -> None:
         stopped = threading.Event()
-        bounds = zip(self._dataset.episodes, self._dataset.episode_bounds[:, 0].tolist())
-        starts = {episode.index: start for episode, start in bounds}
-        total = sum(episode.length for episodes in missing.values() for episode in episodes)
 
-        def images(camera: str, episode: Episode) -> Iterator[np.ndarray]:
-            for row in range(starts[episode.index], starts[episode.index] + episode.length):
-                if stopped.is_set():
-                    raise InterruptedError
-                yield self._dataset.frame(row, [camera])[camera]
-                bar.advance(1)
+        def decode(work: _FileWork) -> None:
+            camera, inside = work
+            for episode, start in inside:
+                shape = (episode.length, self._pixels, self._pixels, 3)
+                header = {"descr": "|u1", "fortran_order": False, "shape": shape}
+                path = Path(self._path(camera, episode))
+                with atomic_file(path) as temporary, temporary.open("wb") as file:
+                    np.lib.format.write_array_header_1_0(file, header)
+                    for row in range(start, start + episode.length):
+                        if stopped.is_set():
+                            raise InterruptedError
+                        image = self._dataset.frame(row, [camera])[camera]
+                        small = resize_with_pad(image, self._pixels, self._pixels)
+                        file.write(np.ascontiguousarray(small).data)
+                        bar.advance(1)
 
-        def decode(work: tuple[CameraCache, Sequence[Episode]]) -> None:
-            cache, episodes = work
-            for episode in episodes:
-                cache.write(episode, images(cache.camera, episode))
-
-        work = [
-            (c, file) for c, episodes in missing.items() for file in _by_file(episodes, c.camera)
-        ]
         with (
             ProgressBar("decoding", "frames", total) as bar,
             ThreadPoolExecutor(num_usable_cpus()) as pool,
         ):
             try:
-                list(pool.map(decode, work))
+                list(pool.map(decode, missing))
             except BaseException:
                 stopped.set()
                 pool.shutdown(cancel_futures=True)
                 raise
 
 
-def _acquire(cache: CameraCache, locks: contextlib.ExitStack) -> None:
-    cache.folder.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(cache.folder / "lock")
-    try:
-        locks.enter_context(lock.acquire(timeout=0))
-    except filelock.Timeout:
-        logger.info("Waiting for another process that builds %s", cache.folder)
-        locks.enter_context(lock.acquire())
-
-
-def require_space(folder: Path, num_bytes: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if num_bytes > free:
-        raise OSError(
-            f"The frame cache needs {num_bytes / 1e9:.1f} GB in {folder}, where only "
-            f"{free / 1e9:.1f} GB are free. Make room, set PISTON_HOME to a larger disk, or train "
-            "without the cache."
-        )
-
-
-def _by_file(episodes: Sequence[Episode], camera: str) -> list[list[Episode]]:
-    """Group episodes by their file, in the order of the file, so that it is decoded in order."""
-    files: dict[str, list[tuple[float, Episode]]] = collections.defaultdict(list)
-    for episode in episodes:
-        span = episode.videos.get(camera)
-        path, start = (
-            (episode.data_path, episode.start) if span is None else (span.path, span.start)
-        )
-        files[path].append((start, episode))
-    by_start = (sorted(inside, key=lambda pair: pair[0]) for inside in files.values())
-    return [[episode for _, episode in inside] for inside in by_start]
-
-
 def _folder_name(metadata: Metadata, camera: str, pixels: int) -> str:
     """Return a name that changes if any file of the camera changes."""
+    root = metadata.root.resolve()
     spans: list[tuple[Any, ...]] = []
+    files: dict[str, tuple[int, int] | None] = {}
     for episode in metadata.episodes:
-        span = episode.videos.get(camera)
-        path = episode.data_path if span is None else span.path
+        span, path = episode.videos.get(camera), episode.file_of(camera)
         spans.append((episode.index, episode.length, path, span and (span.start, span.stop)))
-    files = {span[2]: _stamp(metadata.root / span[2]) for span in spans}
-    content = repr(
-        (FORMAT, str(metadata.root.resolve()), metadata.fps, spans, sorted(files.items()))
-    )
+        if path not in files:
+            try:
+                stat = (root / path).stat()
+                files[path] = stat.st_size, stat.st_mtime_ns
+            except FileNotFoundError:
+                files[path] = None
+    content = repr((FORMAT, str(root), metadata.fps, spans, sorted(files.items())))
     key = hashlib.sha256(content.encode()).hexdigest()[:16]
-    readable = [re.sub(r"[^\w.-]", "_", name) for name in (metadata.root.resolve().name, camera)]
-    return f"{readable[0]}/{readable[1]}-{pixels}-{key}"
-
-
-def _stamp(path: Path) -> tuple[int, int] | None:
-    try:
-        stat = path.stat()
-    except FileNotFoundError:
-        return None
-    return stat.st_size, stat.st_mtime_ns
+    name, camera = (re.sub(r"[^\w.-]", "_", part) for part in (root.name, camera))
+    return f"{name}/{camera}-{pixels}-{key}"

@@ -14,13 +14,13 @@ import dataclasses
 import itertools
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
-from piston.data.columns import Columns, DataFile, ImageRows, Rows, read_data_files
+from piston.data.columns import Columns, DataRows, ImageRows, fits, read_rows
 from piston.data.format import (
     CAMERA_IGNORED,
     DERIVED,
@@ -57,18 +57,12 @@ class Findings:
     cameras: tuple[str, ...]
     problems: tuple[Problem, ...]
     stored: frozenset[str]  # columns to take from the data files
-    files: Mapping[str, DataFile]
+    data: DataRows
     headers: Mapping[str, Header]
-
-    def left_out(self, cameras: Iterable[str] | None = None) -> dict[int, Problem]:
-        """Return the episodes that readers of these cameras leave out, with the first reason."""
-        return left_out(self.problems, self.cameras if cameras is None else cameras)
-
-    def columns(self, episodes: Sequence[Episode]) -> Columns:
-        return Columns(self.metadata, episodes, self.stored, self.files)
 
 
 def left_out(problems: Iterable[Problem], cameras: Iterable[str]) -> dict[int, Problem]:
+    """Return the episodes that readers of these cameras leave out, with the first reason."""
     wanted = {None, *cameras}
     reasons: dict[int, Problem] = {}
     for problem in problems:
@@ -78,76 +72,61 @@ def left_out(problems: Iterable[Problem], cameras: Iterable[str]) -> dict[int, P
 
 
 def inspect_files(
-    metadata: Metadata,
-    episodes: Sequence[Episode],
-    cameras: Iterable[str] | None = None,
-    tolerance_s: float = TOLERANCE_S,
+    metadata: Metadata, episodes: Sequence[Episode], cameras: Iterable[str] | None = None
 ) -> Findings:
     """Read the rows of these episodes and the headers of these cameras' videos (None: of all)."""
-    files = read_data_files(metadata, episodes)
+    data = read_rows(metadata, episodes)
     problems = list(metadata.problems)
-    for file in files.values():
-        problems += [episode_problem(index, what) for index, what in file.unreadable.items()]
-    stored, missing = _stored_columns(metadata, episodes, files)
+    problems += [episode_problem(i, what) for i, what in sorted(data.unreadable.items())]
+    stored, missing = _stored_columns(metadata, episodes, data.names)
     problems += missing
-    chosen = _choose_cameras(metadata, stored, cameras)
-    problems += _shared_frames(metadata, chosen)
-    spans = [(e, c, e.videos[c]) for e in episodes for c in chosen if c in e.videos]
-    paths = list(dict.fromkeys(span.path for _, _, span in spans))
-    with ThreadPoolExecutor(min(8, 2 * num_usable_cpus())) as pool:
-        headers = dict(zip(paths, pool.map(lambda path: read_header(metadata.root / path), paths)))
-    for episode, camera, span in spans:
-        if what := _damage(headers[span.path], span.start, episode.length, metadata, tolerance_s):
-            problems.append(episode_problem(episode.index, f"{span.path}: {what}", camera))
-    return Findings(metadata, chosen, tuple(problems), stored, files, headers)
-
-
-def _choose_cameras(
-    metadata: Metadata, stored: frozenset[str], cameras: Iterable[str] | None
-) -> tuple[str, ...]:
     features = metadata.features
     there = [c for c in metadata.cameras if features[c].dtype == "video" or c in stored]
-    if cameras is None:
-        return tuple(there)
     if isinstance(cameras, str):
         raise TypeError(f"cameras is the text {cameras!r}; expected a list: [{cameras!r}].")
-    chosen = tuple(cameras)
+    chosen = tuple(there if cameras is None else cameras)
     for camera in chosen:
         if camera not in there:
             raise KeyError(
                 f"{metadata.root} has no camera {camera!r}; it has {there}."
                 f"{did_you_mean(camera, there)}"
             )
-    return chosen
+    problems += _shared_frames(metadata, chosen)
+    spans = [(e, c, e.videos[c]) for e in episodes for c in chosen if c in e.videos]
+    paths = list(dict.fromkeys(span.path for _, _, span in spans))
+    with ThreadPoolExecutor(min(8, 2 * num_usable_cpus())) as pool:
+        headers = dict(zip(paths, pool.map(lambda path: read_header(metadata.root / path), paths)))
+    for episode, camera, span in spans:
+        if what := _damage(headers[span.path], span.start, episode.length, metadata.fps):
+            problems.append(episode_problem(episode.index, f"{span.path}: {what}", camera))
+    return Findings(metadata, chosen, tuple(problems), stored, data, headers)
 
 
 def _stored_columns(
-    metadata: Metadata, episodes: Sequence[Episode], files: Mapping[str, DataFile]
+    metadata: Metadata, episodes: Sequence[Episode], names: Mapping[str, frozenset[str]]
 ) -> tuple[frozenset[str], list[Problem]]:
     """Ignore a feature that no file has; leave out the episodes of files that lack another one."""
-    names = {path: file.names for path, file in files.items() if file.names}
     if not names:
         return frozenset(), []
     some, everywhere = frozenset.union(*names.values()), frozenset.intersection(*names.values())
     problems = []
+    videos = {name for name, feature in metadata.features.items() if feature.dtype == "video"}
     for key in dict.fromkeys((*metadata.features, *DERIVED)):
-        feature = metadata.features.get(key)
-        if key in everywhere or (feature is not None and feature.dtype == "video"):
+        if key in everywhere or key in videos:
             continue
+        camera = key if key in metadata.cameras else None
         if key in DERIVED:
-            what = (
-                "not in every data file" if feature else "neither declared nor in every data file"
-            )
+            declared = "not" if key in metadata.features else "neither declared nor"
+            what = f"{declared} in every data file"
             problems.append(Problem("note", key, what, "computed from the list of episodes"))
         elif key in some:
-            camera = key if feature is not None and feature.is_camera else None
             what = f"its data file has no column {key!r}, others have"
             problems += [
                 episode_problem(episode.index, what, camera)
                 for episode in episodes
                 if key not in names.get(episode.data_path, {key})
             ]
-        elif feature is not None and feature.is_camera:
+        elif camera:
             problems.append(Problem("warning", key, "declared, in no data file", CAMERA_IGNORED))
         else:
             consequence = "items lack it: training that uses it is not possible"
@@ -176,43 +155,57 @@ def _shared_frames(metadata: Metadata, cameras: Iterable[str]) -> Iterator[Probl
                 last = max(last, episode, key=end)  # the one that ends last
 
 
-def _damage(
-    header: Header, start: float, length: int, metadata: Metadata, tolerance_s: float
-) -> str | None:
+def _damage(header: Header, start: float, length: int, fps: float) -> str | None:
     """Return what keeps an episode from being read from a video file."""
     if header is None or isinstance(header, str):
         return header
     if header.spacing:
-        error = abs(header.spacing - 1 / metadata.fps) - header.resolution
-        if (length - 1) * error > tolerance_s:  # of the last frame's time
+        error = abs(header.spacing - 1 / fps) - header.resolution
+        if (length - 1) * error > TOLERANCE_S:  # of the last frame's time
             return (
-                f"has {1 / header.spacing:.6g} frames per second, declared are {metadata.fps:g}: "
-                "which frame belongs to which row is unknown"
+                f"has {1 / header.spacing:.6g} frames per second, declared are {fps:g}: which "
+                "frame belongs to which row is unknown"
             )
-    needed = round(start * metadata.fps) + length
+    needed = round(start * fps) + length
     if header.num_frames < needed:
         return f"has {header.num_frames} frames, {needed} are needed"
     return None
 
 
 def check_dataset(
-    path_or_repo_id: str | os.PathLike[str],
-    *,
-    progress: Progress = no_progress,
-    tolerance_s: float = TOLERANCE_S,
+    path_or_repo_id: str | os.PathLike[str], *, progress: Progress = no_progress
 ) -> list[Problem]:
     """Return every problem, the worst first. Raise an error only if there is no data set."""
     metadata = Metadata.read(locate(path_or_repo_id))
-    findings = inspect_files(metadata, metadata.episodes, tolerance_s=tolerance_s)
-    work = _FullCheck(findings, tolerance_s, progress)
-    problems = [*findings.problems, *_unused_files(metadata), *work.rows(), *work.frames()]
-    if not readable_episodes(metadata, problems):
-        what = "no episode can be read with all cameras"
-        problems.append(Problem("error", "data set", what, "training cannot use it"))
+    findings = inspect_files(metadata, metadata.episodes)
+    problems = [*findings.problems, *_unused_files(metadata)]
+    episodes = readable_episodes(metadata, problems, [])
+    filmed = [(e, c) for c in findings.cameras for e in readable_episodes(metadata, problems, [c])]
+    total = sum(e.length for e in episodes) + sum(e.length for e, _ in filmed)
+    done, lock = 0, threading.Lock()
+
+    def count(number: int) -> None:
+        nonlocal done
+        with lock:
+            done += number
+            progress(done, total)
+
+    first: Columns = {}
+    for episode in episodes:
+        rows = findings.data.rows[episode.index]
+        problems += _unlike_others(metadata, episode.index, rows, first)
+        for severity, what, consequence in _row_problems(metadata, episode, rows):
+            where = f"episode {episode.index}"
+            problems.append(Problem(severity, where, what, consequence, episode.index))
+        count(episode.length)
+    problems += _FrameCheck(findings, count).run(filmed)
     declared = any(feature.is_camera for feature in metadata.features.values())
+    reasons = []
+    if not readable_episodes(metadata, problems):
+        reasons.append("no episode can be read with all cameras")
     if declared and not readable_cameras(metadata, problems):
-        what = "cameras are declared, none of them has files"
-        problems.append(Problem("error", "data set", what, "training cannot use it"))
+        reasons.append("cameras are declared, none of them has files")
+    problems += [Problem("error", "data set", why, "training cannot use it") for why in reasons]
     rank = {"error": 0, "warning": 1, "note": 2}
     return sorted(problems, key=lambda problem: rank[problem.severity])
 
@@ -222,9 +215,11 @@ def usable(problems: Iterable[Problem]) -> bool:
     return all(problem.severity != "error" for problem in problems)
 
 
-def readable_episodes(metadata: Metadata, problems: Iterable[Problem]) -> list[Episode]:
-    """Return the episodes that a reader of all cameras gets."""
-    gone = left_out(problems, metadata.cameras)
+def readable_episodes(
+    metadata: Metadata, problems: Iterable[Problem], cameras: Iterable[str] | None = None
+) -> list[Episode]:
+    """Return the episodes that a reader of these cameras gets (None: of all)."""
+    gone = left_out(problems, metadata.cameras if cameras is None else cameras)
     return [episode for episode in metadata.episodes if episode.index not in gone]
 
 
@@ -248,101 +243,72 @@ def _unused_files(metadata: Metadata) -> Iterator[Problem]:
         yield Problem("note", folder, what, "they are not read")
 
 
-class _FullCheck:
-    """Looks at every value and every frame, and reports progress."""
+class _FrameCheck:
+    """Decodes every frame, several files at once."""
 
-    def __init__(self, findings: Findings, tolerance_s: float, progress: Progress) -> None:
-        self._findings, self._metadata = findings, findings.metadata
-        self._tolerance_s, self._progress = tolerance_s, progress
+    def __init__(self, findings: Findings, count: Callable[[int], None]) -> None:
+        self._findings, self._metadata, self._count = findings, findings.metadata, count
         self._images = ImageRows(self._metadata.root)
-        self._columns = findings.columns(self._readable([]))
-        self._filmed = [(e, c) for c in findings.cameras for e in self._readable([c])]
-        self._total = sum(episode.length for episode in self._columns.episodes)
-        self._total += sum(episode.length for episode, _ in self._filmed)
-        self._done = 0
-        self._lock = threading.Lock()
         self._stopped = threading.Event()
 
-    def _readable(self, cameras: list[str]) -> list[Episode]:
-        gone = self._findings.left_out(cameras)
-        return [episode for episode in self._metadata.episodes if episode.index not in gone]
-
-    def _count(self, done: int) -> None:
-        with self._lock:
-            self._done += done
-            self._progress(self._done, self._total)
-
-    def rows(self) -> Iterator[Problem]:
-        first: Rows = {}
-        for episode in self._columns.episodes:
-            rows = self._findings.files[episode.data_path].rows[episode.index]
-            yield from _unlike_others(self._metadata, episode.index, rows, first)
-            for severity, what, consequence in _row_problems(self._metadata, episode, rows):
-                where = f"episode {episode.index}"
-                yield Problem(severity, where, what, consequence, episode.index)
-            self._count(episode.length)
-
-    def frames(self) -> list[Problem]:
+    def run(self, filmed: Iterable[tuple[Episode, str]]) -> list[Problem]:
         by_file: dict[str, list[tuple[Episode, str]]] = collections.defaultdict(list)
-        for episode, camera in self._filmed:
-            span = episode.videos.get(camera)
-            by_file[episode.data_path if span is None else span.path].append((episode, camera))
+        for episode, camera in filmed:
+            by_file[episode.file_of(camera)].append((episode, camera))
         with ThreadPoolExecutor(num_usable_cpus()) as pool:
             try:
-                found = pool.map(lambda item: self._file(*item), by_file.items())
+                found = pool.map(lambda item: list(self._file(*item)), by_file.items())
                 return [problem for problems in found for problem in problems]
             except BaseException:  # Ctrl-C must not wait for a long video
                 self._stopped.set()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
-    def _file(self, path: str, inside: list[tuple[Episode, str]]) -> list[Problem]:
-        if path not in self._findings.headers:
-            return [
-                p for e, camera in inside for p in self._look(e, camera, self._stored(e, camera))
-            ]
+    def _file(self, path: str, inside: list[tuple[Episode, str]]) -> Iterator[Problem]:
+        if path not in self._findings.headers:  # images in the rows of a data file
+            for episode, camera in inside:
+                first = self._findings.data.first_rows[episode.index]
+                rows = range(first, first + episode.length)
+                frames = (self._images.read(path, camera, row) for row in rows)
+                yield from self._frames(episode, camera, frames)
+            return
         try:
             reader = VideoReader(self._metadata.root / path)
         except VideoError as error:
-            return [_stops(episode, camera, str(error)) for episode, camera in inside]
-        problems = [
-            *self._unlike_declared(reader, path, inside[0][1]),
-            *self._surplus(path, inside),
-        ]
+            for episode, camera in inside:
+                yield _frame_problem("error", episode, camera, str(error), STOPS)
+            return
+        yield from self._unlike_declared(reader, path, inside)
         for episode, camera in inside:
             times = episode.videos[camera].start + np.arange(episode.length) / self._metadata.fps
-            frames = reader.brightness(times.tolist(), self._tolerance_s)
-            problems += self._look(episode, camera, frames)
+            yield from self._frames(episode, camera, reader.brightness(times.tolist()))
         reader.close()
-        return problems
 
-    def _stored(self, episode: Episode, camera: str) -> Iterator[np.ndarray]:
-        first = self._columns.first_row(episode)
-        for step in range(episode.length):
-            yield self._images.read(episode.data_path, camera, first + step)
-
-    def _look(self, episode: Episode, camera: str, frames: Iterator[np.ndarray]) -> list[Problem]:
-        """Read every frame of one camera in one episode."""
+    def _frames(
+        self, episode: Episode, camera: str, frames: Iterator[np.ndarray]
+    ) -> Iterator[Problem]:
         black, number = [], 0
         try:
             for frame in frames:
                 if self._stopped.is_set():
-                    return []
+                    return
                 if frame.max() <= BLACK:
                     black.append(number)
                 self._count(1)
                 number += 1
         except ValueError as error:
             self._count(episode.length - number)
-            return [_stops(episode, camera, f"frame {number}: {error}")]
-        if not black:
-            return []
-        where = f"episode {episode.index}, {camera}"
-        what = f"{len(black)} of {episode.length} frames are black: {_ranges(black)}"
-        return [Problem("warning", where, what, "they are used as they are", episode.index, camera)]
+            yield _frame_problem("error", episode, camera, f"frame {number}: {error}", STOPS)
+            return
+        if black:
+            what = f"{len(black)} of {episode.length} frames are black: {_ranges(black)}"
+            yield _frame_problem("warning", episode, camera, what, "they are used as they are")
 
-    def _unlike_declared(self, reader: VideoReader, path: str, camera: str) -> Iterator[Problem]:
-        feature = self._metadata.features[camera]
+    def _unlike_declared(
+        self, reader: VideoReader, path: str, inside: list[tuple[Episode, str]]
+    ) -> Iterator[Problem]:
+        header, fps = self._findings.headers[path], self._metadata.fps
+        feature = self._metadata.features[inside[0][1]]
         codec = feature.video.get("video.codec")
         if codec is not None and codec != reader.codec:
             what = f"the codec is {reader.codec}, declared is {codec}"
@@ -350,18 +316,17 @@ class _FullCheck:
         if len(feature.shape) == 3 and set(reader.size) - set(feature.shape):
             what = f"frames are {reader.size[0]}×{reader.size[1]}, declared is {feature.shape}"
             yield Problem("warning", path, what, "frames keep the size that they have in the file")
-
-    def _surplus(self, path: str, inside: list[tuple[Episode, str]]) -> Iterator[Problem]:
-        header, fps = self._findings.headers[path], self._metadata.fps
         needed = max(round(e.videos[camera].start * fps) + e.length for e, camera in inside)
         if isinstance(header, VideoHeader) and header.num_frames > needed:
             what = f"{header.num_frames} frames, the episodes have {needed}"
             yield Problem("note", path, what, "the frames at the end are not used")
 
 
-def _stops(episode: Episode, camera: str, what: str) -> Problem:
+def _frame_problem(
+    severity: Severity, episode: Episode, camera: str, what: str, consequence: str
+) -> Problem:
     where = f"episode {episode.index}, {camera}"
-    return Problem("error", where, what, STOPS, episode.index, camera)
+    return Problem(severity, where, what, consequence, episode.index, camera)
 
 
 def _ranges(numbers: list[int]) -> str:
@@ -376,7 +341,9 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(shown) + (" …" if len(runs) > 5 else "")
 
 
-def _unlike_others(metadata: Metadata, episode: int, rows: Rows, first: Rows) -> Iterator[Problem]:
+def _unlike_others(
+    metadata: Metadata, episode: int, rows: Columns, first: Columns
+) -> Iterator[Problem]:
     """Compare shapes and types with the declaration and with the first episode (in `first`)."""
     for key, array in rows.items():
         found = f"{key} is {array.dtype}{list(array.shape[1:])}"
@@ -387,15 +354,13 @@ def _unlike_others(metadata: Metadata, episode: int, rows: Rows, first: Rows) ->
             if declared and (array.shape[1:] or (1,)) != (declared.shape or (1,)):
                 what = f"{found}, declared is {list(declared.shape)}"
                 yield Problem("warning", key, what, "the shape in the files is used")
-        elif before.shape[1:] != array.shape[1:] or not np.can_cast(
-            array.dtype, before.dtype, "same_kind"
-        ):
+        elif not fits(array, before):
             what = f"{found}, in other files {before.dtype}{list(before.shape[1:])}"
             yield Problem("error", f"episode {episode}", what, STOPS, episode)
 
 
 def _row_problems(
-    metadata: Metadata, episode: Episode, rows: Rows
+    metadata: Metadata, episode: Episode, rows: Columns
 ) -> Iterator[tuple[Severity, str, str]]:
     """Yield severity, what is wrong, and the consequence."""
     for key, array in rows.items():

@@ -1,9 +1,8 @@
 """What the parquet files of a data set hold: numbers and texts as whole columns, and images.
 
-`read_data_files` opens every file once. `Columns` keeps what was read, in the order of episodes,
-and computes columns that the files may lack (`index`, `task_index`, …). Images stay in the files
-until `ImageRows` is asked for one. Columns are pickled with what they have read, so that worker
-processes share it; images are not.
+`read_rows` opens every data file once. `join_columns` makes whole columns of the rows, and computes
+those that the files may lack (`index`, `task_index`, …). Images stay in the files until `ImageRows`
+is asked for one.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import collections
 import dataclasses
 import io
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from jaxtyping import UInt8
 
 from piston.data.format import DERIVED, Episode, EpisodeError, Metadata
 
-Rows = dict[str, np.ndarray]  # of one episode, by key
+Columns = dict[str, np.ndarray]  # of one episode or of many, by key
 
 _THREADS = 8  # reading small files is mostly waiting
 # Pillow converts these to RGB without changing the range of values.
@@ -34,30 +33,30 @@ _IMAGE_MODES = ("RGB", "RGBA", "L", "P", "1")
 
 
 @dataclasses.dataclass(frozen=True)
-class DataFile:
-    """The columns of a data file, images excluded, by episode."""
+class DataRows:
+    """What data files hold of some episodes, images excluded."""
 
-    names: frozenset[str]  # of all columns; empty if the file cannot be read
-    rows: dict[int, Rows]
-    first_rows: dict[int, int]  # where an episode begins in the file
-    unreadable: dict[int, str]  # episode → why its rows are not there
+    names: dict[str, frozenset[str]]  # path of a file that can be read → all its columns
+    rows: dict[int, Columns]  # by episode, as are the others
+    first_rows: dict[int, int]  # where an episode begins in its file
+    unreadable: dict[int, str]  # why the rows of an episode are not there
 
 
-def read_data_files(metadata: Metadata, episodes: Iterable[Episode]) -> dict[str, DataFile]:
+def read_rows(metadata: Metadata, episodes: Iterable[Episode]) -> DataRows:
     """Read the rows of these episodes from all files that exist."""
     by_file: dict[str, list[Episode]] = collections.defaultdict(list)
     for episode in episodes:
         by_file[episode.data_path].append(episode)
-    paths = [path for path in by_file if (metadata.root / path).is_file()]
-    if len(paths) < 2:
-        return {path: read_data_file(metadata, path, by_file[path]) for path in paths}
+    found = DataRows({}, {}, {}, {})
     with ThreadPoolExecutor(_THREADS) as pool:
-        files = pool.map(lambda path: read_data_file(metadata, path, by_file[path]), paths)
-        return dict(zip(paths, files))
+        list(pool.map(lambda item: _read_file(found, metadata, *item), by_file.items()))
+    return found
 
 
-def read_data_file(metadata: Metadata, path: str, episodes: Sequence[Episode]) -> DataFile:
+def _read_file(found: DataRows, metadata: Metadata, path: str, episodes: Sequence[Episode]) -> None:
     features = metadata.features
+    if not (metadata.root / path).is_file():
+        return
     try:
         with pq.ParquetFile(metadata.root / path) as file:
             names = file.schema_arrow.names
@@ -66,58 +65,62 @@ def read_data_file(metadata: Metadata, path: str, episodes: Sequence[Episode]) -
             table = file.read(columns=keys, use_threads=False)
     except (pa.ArrowException, OSError) as error:
         what = f"{path} cannot be read: {str(error).splitlines()[0]}"
-        return DataFile(frozenset(), {}, {}, {episode.index: what for episode in episodes})
-    places, unreadable = _find_rows(metadata, path, episodes, table)
-    shapes = {key: features[key].shape if key in features else () for key in keys}
-    rows: dict[int, Rows] = {}
+        found.unreadable.update({episode.index: what for episode in episodes})
+        return
+    found.names[path] = frozenset(names)
+    places = _find_rows(metadata, path, episodes, table, found.unreadable)
+    found.first_rows.update({index: place.start for index, place in places.items()})
+
+    def arrays(part: pa.Table) -> Columns:
+        shapes = {key: features[key].shape if key in features else () for key in keys}
+        return {key: to_array(part[key], shapes[key], path, key) for key in keys}
+
     try:
-        arrays = {key: to_array(table[key], shapes[key], path, key) for key in keys}
+        whole = arrays(table)
         for index, place in places.items():
-            rows[index] = {key: array[place] for key, array in arrays.items()}
+            found.rows[index] = {key: array[place] for key, array in whole.items()}
     except ValueError:  # in whose rows?
         for index, place in places.items():
-            part = table.slice(place.start, place.stop - place.start)
             try:
-                rows[index] = {key: to_array(part[key], shapes[key], path, key) for key in keys}
+                found.rows[index] = arrays(table.slice(place.start, place.stop - place.start))
             except ValueError as error:
-                unreadable[index] = str(error)
-    first_rows = {index: place.start for index, place in places.items()}
-    return DataFile(frozenset(names), rows, first_rows, unreadable)
+                found.unreadable[index] = str(error)
 
 
 def _find_rows(
-    metadata: Metadata, path: str, episodes: Sequence[Episode], table: pa.Table
-) -> tuple[dict[int, slice], dict[int, str]]:
-    """Return which rows of a data file belong to which episode, and why others were not found."""
+    metadata: Metadata,
+    path: str,
+    episodes: Sequence[Episode],
+    table: pa.Table,
+    unreadable: dict[int, str],
+) -> dict[int, slice]:
+    """Return which rows of a file belong to which episode; note why others have none."""
     found: dict[int, tuple[int, int | str]] = {}  # episode → first row, number of rows
     owners = None
     if metadata.version != "v3.0":
         found = {episode.index: (0, table.num_rows) for episode in episodes}
     elif "episode_index" in table.column_names:
         owners = table["episode_index"].to_numpy()
-        found = dict(zip(*_unique_starts(owners)))
+        numbers, firsts, counts = np.unique(owners, return_index=True, return_counts=True)
+        found = dict(zip(numbers.tolist(), zip(firsts.tolist(), counts.tolist())))
     else:
         inside = [episode for episode in metadata.episodes if episode.data_path == path]
         complete = sum(episode.length for episode in inside) == table.num_rows
         first = min(episode.start for episode in inside)
         for e in episodes:
             found[e.index] = (e.start - first, e.length if complete else "an unknown number of")
-    places, wrong = {}, {}
+    places = {}
     for episode in episodes:
         start, count = found.get(episode.index, (0, 0))
         place = slice(start, start + episode.length)
         if count != episode.length:
-            wrong[episode.index] = f"{path} has {count} rows of it, listed are {episode.length}"
+            what = f"{path} has {count} rows of it, listed are {episode.length}"
+            unreadable[episode.index] = what
         elif owners is not None and (owners[place] != episode.index).any():
-            wrong[episode.index] = f"{path}: its rows are mixed with those of other episodes"
+            unreadable[episode.index] = f"{path}: its rows are mixed with those of other episodes"
         else:
             places[episode.index] = place
-    return places, wrong
-
-
-def _unique_starts(owners: np.ndarray) -> tuple[list[int], list[tuple[int, int]]]:
-    numbers, firsts, counts = np.unique(owners, return_index=True, return_counts=True)
-    return numbers.tolist(), list(zip(firsts.tolist(), counts.tolist()))
+    return places
 
 
 def to_array(column: pa.ChunkedArray, shape: tuple[int, ...], path: Any, key: str) -> np.ndarray:
@@ -143,85 +146,58 @@ def to_array(column: pa.ChunkedArray, shape: tuple[int, ...], path: Any, key: st
     return array.reshape(len(column), *(shape if flat else sizes))
 
 
-class Columns:
-    """`columns[key]` is a whole column of these episodes, read-only. Safe for threads.
+def join_columns(
+    metadata: Metadata, episodes: Sequence[Episode], stored: Collection[str], rows: DataRows
+) -> Columns:
+    """Take the columns of these episodes out of `rows`; return them read-only, derived ones last.
 
-    `stored` names the columns to take from the files; derived columns are always available.
+    `stored` names the columns that the files have. Derived ones that they lack are computed.
     """
+    features = metadata.features.values()
+    declared = [f.name for f in features if not f.is_camera and f.name not in DERIVED]
+    derived = {} if set(DERIVED) <= set(stored) else _derive(metadata, episodes)
+    columns = {}
+    for key in (*(name for name in declared if name in stored), *DERIVED):
+        columns[key] = _join(key, episodes, rows) if key in stored else derived[key]
+        columns[key].flags.writeable = False
+    return columns
 
-    def __init__(
-        self,
-        metadata: Metadata,
-        episodes: Sequence[Episode],
-        stored: Collection[str],
-        files: Mapping[str, DataFile],
-    ) -> None:
-        self.metadata = metadata
-        self.episodes = tuple(episodes)
-        self._stored = frozenset(stored)
-        features = metadata.features.values()
-        numeric = [f.name for f in features if not f.is_camera and f.name not in DERIVED]
-        # Everything but cameras; the derived keys last.
-        self.keys = (*(name for name in numeric if name in self._stored), *DERIVED)
-        ends = np.cumsum([episode.length for episode in self.episodes])
-        self.starts = {e.index: int(end) - e.length for e, end in zip(self.episodes, ends)}
-        self._files = files
-        self._values: dict[str, np.ndarray] = {}
-        self._lock = threading.RLock()
 
-    def __getitem__(self, key: str) -> np.ndarray:
-        if key not in self._values:
-            with self._lock:
-                if key not in self._values:
-                    column = self._join(key) if key in self._stored else self._derive(key)
-                    column.flags.writeable = False
-                    self._values[key] = column
-        return self._values[key]
-
-    def first_row(self, episode: Episode) -> int:
-        """Return where an episode begins in its data file."""
-        return self._files[episode.data_path].first_rows[episode.index]
-
-    def _join(self, key: str) -> np.ndarray:
-        rows = [self._files[episode.data_path].rows[episode.index] for episode in self.episodes]
-        first = rows[0][key]
-        for episode, own in zip(self.episodes, rows):
-            found = own[key]
-            same_shape = found.shape[1:] == first.shape[1:]
-            if not same_shape or not np.can_cast(found.dtype, first.dtype, "same_kind"):
-                raise EpisodeError(
-                    f"{episode.data_path}: {key} is {found.dtype}{list(found.shape[1:])}, in the "
-                    f"files before it is {first.dtype}{list(first.shape[1:])}. Write the file "
-                    f"again, or leave out episode {episode.index}.",
-                    episode.index,
-                )
+def _join(key: str, episodes: Sequence[Episode], rows: DataRows) -> np.ndarray:
+    first = rows.rows[episodes[0].index][key]
+    pieces = []
+    for episode in episodes:
         # Removed from what was read, so that nothing is in memory twice.
-        pieces = [own.pop(key) for own in rows]
-        return np.concatenate(pieces, dtype=first.dtype, casting="same_kind")
+        found = rows.rows[episode.index].pop(key)
+        if not fits(found, first):
+            raise EpisodeError(
+                f"{episode.data_path}: {key} is {found.dtype}{list(found.shape[1:])}, in the "
+                f"files before it is {first.dtype}{list(first.shape[1:])}. Write the file "
+                f"again, or leave out episode {episode.index}.",
+                episode.index,
+            )
+        pieces.append(found)
+    return np.concatenate(pieces, dtype=first.dtype, casting="same_kind")
 
-    def _derive(self, key: str) -> np.ndarray:
-        episodes = self.episodes
-        lengths = [episode.length for episode in episodes]
-        steps = np.concatenate([np.arange(length) for length in lengths])
-        if key == "frame_index":
-            return steps
-        if key == "timestamp":
-            return (steps / self.metadata.fps).astype(np.float32)
-        if key == "index":
-            return steps + np.repeat([episode.start for episode in episodes], lengths)
-        if key == "episode_index":
-            return np.repeat([episode.index for episode in episodes], lengths)
-        if key == "task_index":
-            numbers = {text: number for number, text in self.metadata.tasks.items()}
-            first = [numbers.get(e.tasks[0], -1) if e.tasks else -1 for e in episodes]
-            return np.repeat(first, lengths)
-        raise KeyError(f"{self.metadata.root} has no column {key!r}; it has {list(self.keys)}.")
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_lock": None}
+def fits(rows: np.ndarray, column: np.ndarray) -> bool:
+    """Return whether rows can be appended to a column."""
+    same_shape = rows.shape[1:] == column.shape[1:]
+    return same_shape and np.can_cast(rows.dtype, column.dtype, "same_kind")
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.RLock())
+
+def _derive(metadata: Metadata, episodes: Sequence[Episode]) -> Columns:
+    lengths = [episode.length for episode in episodes]
+    steps = np.concatenate([np.arange(length) for length in lengths])
+    numbers = {text: number for number, text in metadata.tasks.items()}
+    tasks = [numbers.get(episode.tasks[0], -1) if episode.tasks else -1 for episode in episodes]
+    return {
+        "timestamp": (steps / metadata.fps).astype(np.float32),
+        "frame_index": steps,
+        "episode_index": np.repeat([episode.index for episode in episodes], lengths),
+        "index": steps + np.repeat([episode.start for episode in episodes], lengths),
+        "task_index": np.repeat(tasks, lengths),
+    }
 
 
 class ImageRows:
@@ -234,6 +210,7 @@ class ImageRows:
     def __init__(self, root: Path, max_bytes: int = 256 * 2**20) -> None:
         self._root, self._max_bytes = root, max_bytes
         self._lock = threading.Lock()
+        # By file: its footer, and the first row of each row group.
         self._footers: dict[str, tuple[pq.FileMetaData, np.ndarray]] = {}
         self._groups: collections.OrderedDict[tuple[str, str, int], pa.ChunkedArray]
         self._groups = collections.OrderedDict()
@@ -241,20 +218,16 @@ class ImageRows:
     def read(self, path: str, key: str, row: int) -> UInt8[np.ndarray, "h w 3"]:
         """Return one image. Raise ValueError if it is missing or damaged."""
         try:
-            footer, starts = self._footer(path)
+            if path not in self._footers:
+                footer = pq.read_metadata(self._root / path)
+                sizes = [footer.row_group(i).num_rows for i in range(footer.num_row_groups)]
+                self._footers[path] = footer, np.cumsum([0, *sizes[:-1]])
+            footer, starts = self._footers[path]
             group = int(np.searchsorted(starts, row, side="right")) - 1
             cell = self._group(path, key, group, footer)[row - int(starts[group])].as_py()
         except (pa.ArrowException, OSError, KeyError) as error:
             raise ValueError(f"{path}, column {key}: cannot be read: {error}") from None
         return decode_image(cell, self._root)
-
-    def _footer(self, path: str) -> tuple[pq.FileMetaData, np.ndarray]:
-        """Return a file's footer and the first row of each of its row groups."""
-        if path not in self._footers:
-            footer = pq.read_metadata(self._root / path)
-            sizes = [footer.row_group(group).num_rows for group in range(footer.num_row_groups)]
-            self._footers[path] = footer, np.cumsum([0, *sizes[:-1]])
-        return self._footers[path]
 
     def _group(self, path: str, key: str, group: int, footer: pq.FileMetaData) -> pa.ChunkedArray:
         name = (path, key, group)
@@ -267,12 +240,11 @@ class ImageRows:
             column = file.read_row_group(group, columns=[key], use_threads=False)[key]
         with self._lock:
             self._groups[name] = column
-            while len(self._groups) > 1 and self._num_bytes() > self._max_bytes:
+            while len(self._groups) > 1 and self._max_bytes < sum(
+                group.nbytes for group in self._groups.values()
+            ):
                 self._groups.popitem(last=False)
         return column
-
-    def _num_bytes(self) -> int:
-        return sum(column.nbytes for column in self._groups.values())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ImageRows, (self._root, self._max_bytes)

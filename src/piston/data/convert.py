@@ -33,8 +33,8 @@ import pyarrow.parquet as pq
 from jaxtyping import UInt8
 from PIL import Image, UnidentifiedImageError
 
-from piston.data.check import Findings, inspect_files
-from piston.data.columns import Rows, decode_image, image_bytes
+from piston.data.check import Findings, inspect_files, left_out
+from piston.data.columns import Columns, decode_image, image_bytes
 from piston.data.encoding import VideoEncoding, encode_video, probe_video
 from piston.data.features import (
     BOOKKEEPING,
@@ -110,7 +110,7 @@ def convert_to_v30(
         raise ValueError(f"{source} is v3.0 already: there is nothing to convert")
     _check_target(target, [metadata.root])
     findings = inspect_files(metadata, metadata.episodes)
-    broken = findings.left_out(metadata.cameras)
+    broken = left_out(findings.problems, metadata.cameras)
     skipped = {f"episode {index}": broken[index].what for index in sorted(broken)}
     if skipped and not skip_broken:
         raise ValueError(
@@ -242,7 +242,7 @@ class _SourceReader:
     num_retimed: int = 0
 
     def read(self, episode: Episode) -> NewEpisode:
-        rows = self.findings.files[episode.data_path].rows[episode.index]
+        rows = self.findings.data.rows[episode.index]
         columns = self._columns(episode, rows)
         times = rows["timestamp"].reshape(-1) if "timestamp" in rows else None
         steps = np.arange(episode.length) / self.metadata.fps
@@ -259,7 +259,7 @@ class _SourceReader:
             tasks=episode.tasks or None,
         )
 
-    def _columns(self, episode: Episode, rows: Rows) -> dict[str, Any]:
+    def _columns(self, episode: Episode, rows: Columns) -> dict[str, Any]:
         columns: dict[str, Any] = {}
         for key, entry in self.features.items():
             if entry["dtype"] not in IMAGE_DTYPES and key not in BOOKKEEPING:
@@ -275,7 +275,7 @@ class _SourceReader:
                 columns[key] = [image_bytes(cell, self.metadata.root) for cell in cells]
         return columns
 
-    def _frame_tasks(self, episode: Episode, rows: Rows) -> list[str]:
+    def _frame_tasks(self, episode: Episode, rows: Columns) -> list[str]:
         default = episode.tasks[0] if episode.tasks else self.task
         texts = [default] * episode.length
         if "task_index" in rows and self.metadata.tasks:

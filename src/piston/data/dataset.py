@@ -11,6 +11,7 @@ forked and used by threads; each process opens its own decoders when it needs th
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import os
@@ -21,9 +22,9 @@ from typing import Any, SupportsIndex
 import numpy as np
 from jaxtyping import Int64, UInt8
 
-from piston.data.check import inspect_files
-from piston.data.columns import Columns, ImageRows
-from piston.data.format import Episode, EpisodeError, Metadata, Problem, locate
+from piston.data.check import Findings, inspect_files, left_out
+from piston.data.columns import ImageRows, join_columns
+from piston.data.format import Episode, EpisodeError, Metadata, locate
 from piston.data.subsets import EpisodeChoice, choose_episodes
 from piston.data.video import TOLERANCE_S, VideoReaders
 from piston.suggestions import did_you_mean
@@ -40,7 +41,6 @@ def open_dataset(
     sequences: Sequences | None = None,
     episodes: EpisodeChoice = None,
     cameras: Iterable[str] | None = None,
-    tolerance_s: float = TOLERANCE_S,
 ) -> LeRobotDataset:
     """Open a folder, `owner/name` on the hub, or a data set whose metadata has been read.
 
@@ -49,45 +49,42 @@ def open_dataset(
     """
     metadata = source if isinstance(source, Metadata) else Metadata.read(locate(source))
     chosen = choose_episodes(metadata.episodes, episodes)
-    findings = inspect_files(metadata, chosen, cameras, tolerance_s)
-    left_out = findings.left_out()
-    kept = [episode for episode in chosen if episode.index not in left_out]
-    problems = [left_out[episode.index] for episode in chosen if episode.index in left_out]
-    _warn(metadata, problems, len(chosen))
-    if not kept:
+    findings = inspect_files(metadata, chosen, cameras)
+    broken = left_out(findings.problems, findings.cameras)
+    problems = [broken[episode.index] for episode in chosen if episode.index in broken]
+    if problems:
+        listed = "".join(f"\n  {problem.where}: {problem.what}" for problem in problems[:5])
+        more = f"\n  … and {len(problems) - 5} more" if len(problems) > 5 else ""
+        logger.warning(
+            "%s: %d of %d episodes are left out:%s%s\nList all problems: piston data check %s",
+            *(metadata.root, len(problems), len(chosen), listed, more, metadata.root),
+        )
+    if len(problems) == len(chosen):
         raise ValueError(
             f"No episode of {metadata.root} can be read, e.g. {problems[0].where}: "
             f"{problems[0].what}. Run: piston data check {metadata.root}"
         )
-    return LeRobotDataset(
-        findings.columns(kept),
-        offsets=_offsets(sequences or {}, metadata.fps, tolerance_s),
-        cameras=findings.cameras,
-        tolerance_s=tolerance_s,
-    )
+    kept = [episode for episode in chosen if episode.index not in broken]
+    return LeRobotDataset(findings, kept, _offsets(sequences or {}, metadata.fps))
 
 
 class LeRobotDataset(Sequence[dict[str, Any]]):
     """`dataset[i]` counts the frames of `dataset.episodes`. Made by `open_dataset`."""
 
     def __init__(
-        self,
-        columns: Columns,
-        *,
-        offsets: Mapping[str, np.ndarray],
-        cameras: Iterable[str],
-        tolerance_s: float = TOLERANCE_S,
+        self, findings: Findings, episodes: Sequence[Episode], offsets: Mapping[str, np.ndarray]
     ) -> None:
-        self.metadata = columns.metadata
-        self.cameras = tuple(cameras)
-        self._columns = columns
-        self._offsets = dict(offsets)
-        self._tolerance_s = tolerance_s
-        self._videos = VideoReaders()
-        self._images = ImageRows(self.metadata.root)
-        self._set_episodes(columns.episodes)
-        known = (*columns.keys, *self.cameras)
-        for key in self._offsets:
+        self.metadata, self.cameras = findings.metadata, findings.cameras
+        self._columns = join_columns(self.metadata, episodes, findings.stored, findings.data)
+        self._set_episodes(episodes)
+        # Where an episode begins in the columns, and in its data file.
+        starts = self.episode_bounds[:, 0].tolist()
+        self._starts = {episode.index: start for episode, start in zip(episodes, starts)}
+        self._first_rows = findings.data.first_rows
+        self._offsets = offsets
+        self._videos, self._images = VideoReaders(), ImageRows(self.metadata.root)
+        known = (*self.keys, *self.cameras)
+        for key in offsets:
             if key not in known:
                 raise KeyError(
                     f"A sequence of {key!r} was asked for; the data set has {list(known)}."
@@ -105,8 +102,7 @@ class LeRobotDataset(Sequence[dict[str, Any]]):
 
         It shares the columns and the decoders with this one.
         """
-        selected = object.__new__(LeRobotDataset)
-        selected.__dict__.update(self.__dict__)
+        selected = copy.copy(self)
         selected._set_episodes(choose_episodes(self.episodes, episodes))
         if cameras is not None:
             selected.cameras = tuple(self._known_camera(camera) for camera in cameras)
@@ -121,9 +117,20 @@ class LeRobotDataset(Sequence[dict[str, Any]]):
 
     def __getitem__(self, index: SupportsIndex) -> dict[str, Any]:  # type: ignore[override]
         episode, step = self.place(index)
-        item = self._numbers(episode, step)
-        steps = {camera: self._offsets.get(camera, _NOW) for camera in self.cameras}
-        for camera, frames in self._frames(episode, step, steps).items():
+        start = self._starts[episode.index]
+        item: dict[str, Any] = {}
+        for key, column in self._columns.items():
+            if key in self._offsets:
+                steps, item[f"{key}_is_pad"] = _steps(episode, step, self._offsets[key])
+                item[key] = column[start + steps]
+            else:
+                value = column[start + step]
+                # A copy, so that changing an item does not change the data set.
+                item[key] = value.copy() if column.ndim > 1 else value
+        task = self.metadata.tasks.get(int(self._columns["task_index"][start + step]))
+        item["task"] = next(iter(episode.tasks), "") if task is None else task
+        wanted = {camera: self._offsets.get(camera, _NOW) for camera in self.cameras}
+        for camera, frames in self._frames(episode, step, wanted).items():
             item[camera] = frames if camera in self._offsets else frames[0]
             if camera in self._offsets:
                 item[f"{camera}_is_pad"] = _steps(episode, step, self._offsets[camera])[1]
@@ -136,7 +143,7 @@ class LeRobotDataset(Sequence[dict[str, Any]]):
     @property
     def keys(self) -> tuple[str, ...]:
         """The columns that are not cameras."""
-        return self._columns.keys
+        return tuple(self._columns)
 
     @property
     def episode_bounds(self) -> Int64[np.ndarray, "episodes 2"]:
@@ -145,24 +152,15 @@ class LeRobotDataset(Sequence[dict[str, Any]]):
 
     def column(self, key: str) -> np.ndarray:
         """Return (frames, dim), or (frames,) for plain values, read-only. Nothing is decoded."""
+        if key not in self._columns:
+            raise KeyError(f"{self.metadata.root} has no column {key!r}; it has {list(self.keys)}.")
         column = self._columns[key]
-        if len(self.episodes) == len(self._columns.episodes):
+        if len(self) == len(column):
             return column
-        starts = (
-            (episode.length, self._columns.starts[episode.index]) for episode in self.episodes
-        )
-        part = np.concatenate([column[start : start + length] for length, start in starts])
+        starts = ((self._starts[episode.index], episode.length) for episode in self.episodes)
+        part = np.concatenate([column[start : start + length] for start, length in starts])
         part.flags.writeable = False
         return part
-
-    def preload(self) -> None:
-        """Read all columns now, so that processes that are forked later share them."""
-        for key in self.keys:
-            self._columns[key]
-
-    def task(self, index: SupportsIndex) -> str:
-        """Return the instruction of a frame."""
-        return self._task(*self.place(index))
 
     def frame(
         self, index: SupportsIndex, cameras: Iterable[str] | None = None
@@ -194,26 +192,6 @@ class LeRobotDataset(Sequence[dict[str, Any]]):
         episode = self.episodes[position]
         return episode, row - int(self._ends[position]) + episode.length
 
-    def _numbers(self, episode: Episode, step: int) -> dict[str, Any]:
-        start = self._columns.starts[episode.index]
-        item: dict[str, Any] = {}
-        for key in self._columns.keys:
-            column = self._columns[key]
-            if key in self._offsets:
-                steps, is_pad = _steps(episode, step, self._offsets[key])
-                item[key], item[f"{key}_is_pad"] = column[start + steps], is_pad
-            else:
-                value = column[start + step]
-                # A copy, so that changing an item does not change the data set.
-                item[key] = value.copy() if column.ndim > 1 else value
-        item["task"] = self._task(episode, step)
-        return item
-
-    def _task(self, episode: Episode, step: int) -> str:
-        number = self._columns["task_index"][self._columns.starts[episode.index] + step]
-        text = self.metadata.tasks.get(int(number))
-        return text if text is not None else next(iter(episode.tasks), "")
-
     def _frames(
         self, episode: Episode, step: int, offsets: Mapping[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
@@ -232,14 +210,13 @@ class LeRobotDataset(Sequence[dict[str, Any]]):
     def _camera_frames(self, episode: Episode, camera: str, frames: np.ndarray) -> np.ndarray:
         try:
             if self.metadata.features[camera].dtype == "image":
-                rows = self._columns.first_row(episode) + frames
+                rows = self._first_rows[episode.index] + frames
                 return np.stack([self._images.read(episode.data_path, camera, r) for r in rows])
             span = episode.videos[camera]
             # By number, not by the recorded timestamp: frame k belongs to row k, even if the clock
             # began late or jittered. The video's own times are checked against this.
             times = span.start + frames / self.fps
-            path = self.metadata.root / span.path
-            return self._videos.frames_at(path, times.tolist(), self._tolerance_s)
+            return self._videos.frames_at(self.metadata.root / span.path, times.tolist())
         except ValueError as error:
             numbers = ", ".join(map(str, frames))
             raise EpisodeError(
@@ -262,7 +239,7 @@ def _steps(episode: Episode, step: int, offsets: np.ndarray) -> tuple[np.ndarray
     return inside, steps != inside
 
 
-def _offsets(sequences: Sequences, fps: float, tolerance_s: float) -> dict[str, np.ndarray]:
+def _offsets(sequences: Sequences, fps: float) -> dict[str, np.ndarray]:
     """Return steps from now. Raise ValueError if the seconds are not those of frames."""
     offsets = {}
     for key, wanted in sequences.items():
@@ -275,7 +252,7 @@ def _offsets(sequences: Sequences, fps: float, tolerance_s: float) -> dict[str, 
             continue
         seconds = np.asarray(wanted, np.float64)
         steps = np.rint(np.nan_to_num(seconds, posinf=0, neginf=0) * fps).astype(np.int64)
-        on_frames = np.abs(seconds - steps / fps) <= tolerance_s  # False for NaN and infinity
+        on_frames = np.abs(seconds - steps / fps) <= TOLERANCE_S  # False for NaN and infinity
         if seconds.ndim != 1 or not len(seconds) or not on_frames.all():
             raise ValueError(
                 f"The sequence of {key!r} asks for {list(np.atleast_1d(seconds))} s from now; at "
@@ -283,14 +260,3 @@ def _offsets(sequences: Sequences, fps: float, tolerance_s: float) -> dict[str, 
             )
         offsets[key] = steps
     return offsets
-
-
-def _warn(metadata: Metadata, left_out: list[Problem], num_chosen: int) -> None:
-    if not left_out:
-        return
-    listed = "".join(f"\n  {problem.where}: {problem.what}" for problem in left_out[:5])
-    more = f"\n  … and {len(left_out) - 5} more" if len(left_out) > 5 else ""
-    logger.warning(
-        "%s: %d of %d episodes are left out:%s%s\nList all problems: piston data check %s",
-        *(metadata.root, len(left_out), num_chosen, listed, more, metadata.root),
-    )

@@ -7,7 +7,7 @@
 
 `Metadata.read` reads `meta/` and lists the other files without opening them. It records a `Problem`
 for everything that is untidy and raises an error only if there is nothing left to read. The content
-of the data files and videos is left to `tables` and `video`.
+of the data files and videos is left to `columns` and `video`.
 """
 
 from __future__ import annotations
@@ -96,6 +96,10 @@ class Episode:
     data_path: str
     videos: Mapping[str, VideoSpan]
 
+    def file_of(self, camera: str) -> str:
+        """Return the path of the file that has a camera's frames: a video or the data file."""
+        return self.videos[camera].path if camera in self.videos else self.data_path
+
 
 @dataclasses.dataclass(frozen=True)
 class Feature:
@@ -146,31 +150,27 @@ class Metadata:
     @classmethod
     def read(cls, root: str | os.PathLike[str], *, files: bool = True) -> Metadata:
         """Read a data set's metadata. With `files=False` only `meta/` has to exist."""
-        root = Path(root)
-        info = read_info(root)
-        problems: list[Problem] = []
-        version = _version(root, info, problems)
-        features = _features(info)
-        listed = list_files(root) if files else None
-        tables = _TableReader(root, version, info, _fps(info), listed)
-        episodes = tables.episodes()
+        reader = _MetaReader(Path(root), with_files=files)
+        episodes = sorted(reader.episodes(), key=lambda episode: episode.index)
         metadata = cls(
-            root=root,
-            version=version,
-            fps=_fps(info),
-            robot_type=info.get("robot_type"),
-            features=features,
-            episodes=tuple(sorted(episodes, key=lambda episode: episode.index)),
-            tasks=tables.tasks(),
-            info=info,
+            root=reader.root,
+            version=reader.version,
+            fps=reader.fps,
+            robot_type=reader.info.get("robot_type"),
+            features=reader.features,
+            episodes=tuple(episodes),
+            tasks=reader.tasks(),
+            info=reader.info,
         )
-        problems += [*tables.problems, *_wrong_totals(metadata)]
+        reader.check_totals(metadata)
         if not episodes:
-            found = "".join(f"\n  {problem.where}: {problem.what}" for problem in problems[:5])
-            raise ValueError(f"{root / 'meta'} describes no episode that can be read.{found}")
-        if listed is not None:
-            problems += _missing_files(metadata, listed, problems)
-        return dataclasses.replace(metadata, problems=tuple(problems))
+            listed = (f"\n  {problem.where}: {problem.what}" for problem in reader.problems[:5])
+            raise ValueError(
+                f"{metadata.root / 'meta'} describes no episode that can be read.{''.join(listed)}"
+            )
+        if reader.files is not None:
+            reader.check_files(metadata, reader.files)
+        return dataclasses.replace(metadata, problems=tuple(reader.problems))
 
     @property
     def cameras(self) -> tuple[str, ...]:
@@ -189,23 +189,25 @@ class Metadata:
 
 def locate(path_or_repo_id: str | os.PathLike[str], *, only_meta: bool = False) -> Path:
     """Return the folder of a data set; download it (or only its `meta/`) if it is not local."""
-    name = os.fspath(path_or_repo_id)
-    if "://" in name:
-        return _download(name, only_meta)
-    tried = [Path(name).expanduser(), lerobot_home() / name]
+    name = os.fspath(path_or_repo_id).rstrip("/")
+    is_address = "://" in name
+    tried = [] if is_address else [Path(name).expanduser(), lerobot_home() / name]
     for folder in tried:
         if folder.is_dir():
             return folder
-    if _REPO_ID.fullmatch(name):
-        try:
-            return _download(f"hf://datasets/{name}", only_meta)
-        except Exception as error:
-            error.add_note(f"{name} is not a local data set either: {' or '.join(map(str, tried))}")
-            raise
-    raise FileNotFoundError(
-        f"There is no data set {name}: neither {' nor '.join(map(str, tried))} exists. Give a "
-        "folder with meta/info.json, a name owner/name on the Hugging Face hub, or hf://…"
-    )
+    places = " nor ".join(map(str, tried))
+    if not is_address and not _REPO_ID.fullmatch(name):
+        raise FileNotFoundError(
+            f"There is no data set {name}: neither {places} exists. Give a folder with "
+            "meta/info.json, a name owner/name on the Hugging Face hub, or hf://…"
+        )
+    address = name if is_address else f"hf://datasets/{name}"
+    try:
+        return resolve(f"{address}/meta").parent if only_meta else resolve(address)
+    except Exception as error:
+        if tried:
+            error.add_note(f"{name} is not a local data set either: neither {places} exists.")
+        raise
 
 
 def lerobot_home() -> Path:
@@ -214,11 +216,6 @@ def lerobot_home() -> Path:
         return Path(home).expanduser()
     hub = os.environ.get("HF_HOME") or "~/.cache/huggingface"
     return Path(hub).expanduser() / "lerobot"
-
-
-def _download(location: str, only_meta: bool) -> Path:
-    location = location.rstrip("/")
-    return resolve(f"{location}/meta").parent if only_meta else resolve(location)
 
 
 def list_files(root: Path) -> frozenset[str]:
@@ -231,17 +228,39 @@ def list_files(root: Path) -> frozenset[str]:
     )
 
 
-class _TableReader:
-    """Reads the tables of episodes and tasks. Without `files`, every declared video exists."""
+class _MetaReader:
+    """Reads meta/ and collects problems. Without files, every declared video counts as existing."""
 
-    def __init__(
-        self, root: Path, version: str, info: Row, fps: float, files: frozenset[str] | None
-    ) -> None:
-        self._root, self._version, self._info = root, version, info
-        self._fps, self._files = fps, files
-        features = info["features"].items()
-        self._cameras = [name for name, feature in features if feature["dtype"] == "video"]
+    def __init__(self, root: Path, *, with_files: bool) -> None:
+        self.root = root
         self.problems: list[Problem] = []
+        self.info = read_info(root)
+        self.features = {name: _feature(name, one) for name, one in self.info["features"].items()}
+        self.version = self._version()
+        self.fps = fps = self.info.get("fps")
+        if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps < float("inf"):
+            raise ValueError(
+                f"meta/info.json: fps is {fps!r}; expected frames per second, e.g. 30."
+            )
+        self.files = list_files(root) if with_files else None
+        self._cameras = [one.name for one in self.features.values() if one.dtype == "video"]
+
+    def _add(self, where: str, what: str, consequence: str, severity: Severity = "warning") -> None:
+        self.problems.append(Problem(severity, where, what, consequence))
+
+    def _version(self) -> str:
+        declared = self.info.get("codebase_version")
+        if declared is None:
+            guess = "v3.0" if (self.root / "meta" / "episodes").is_dir() else "v2.1"
+            self._add("info.json", "codebase_version is missing", f"read as {guess}", "note")
+            return guess
+        version = "v" + str(declared).removeprefix("v")
+        if version not in PATHS:
+            raise ValueError(
+                f"{self.root} is a data set of version {declared!r}; only {', '.join(PATHS)} can "
+                "be read. Convert older ones with LeRobot's own scripts."
+            )
+        return version
 
     def episodes(self) -> list[Episode]:
         found: dict[int, Episode] = {}
@@ -249,9 +268,9 @@ class _TableReader:
         for where, row in self._rows("episodes", "the episodes that it lists are left out"):
             episode = self._episode(row, start)
             if episode is None:
-                self._warn(where, f"not a usable episode: {str(row)[:80]}", "it is left out")
+                self._add(where, f"not a usable episode: {str(row)[:80]}", "it is left out")
             elif episode.index in found:
-                self._warn(where, f"episode {episode.index} again", "the first one counts")
+                self._add(where, f"episode {episode.index} again", "the first one counts")
             else:
                 found[episode.index] = episode
                 start = episode.start + episode.length
@@ -267,38 +286,36 @@ class _TableReader:
             if isinstance(index, int) and isinstance(text, str):
                 tasks[index] = text
             else:
-                self._warn(where, f"not a usable task: {row}", "it is left out")
+                self._add(where, f"not a usable task: {row}", "it is left out")
         return tasks
 
     def _rows(self, table: str, without: str) -> Iterator[tuple[str, Row]]:
         """Yield the place and the content of each row; `without` is the consequence of none."""
-        meta = self._root / "meta"
-        if self._version == "v3.0":
-            paths = [*meta.glob(f"{table}.parquet"), *sorted(meta.glob(f"{table}/*/*.parquet"))]
-        else:
-            paths = list(meta.glob(f"{table}.jsonl"))
+        meta, ending = self.root / "meta", "parquet" if self.version == "v3.0" else "jsonl"
+        paths = list(meta.glob(f"{table}.{ending}"))
+        if ending == "parquet":
+            paths += sorted(meta.glob(f"{table}/*/*.parquet"))
         if not paths:
-            expected = {"v3.0": "parquet"}.get(self._version, "jsonl")
-            self._warn(f"meta/{table}.{expected}", "is missing", without)
+            self._add(f"meta/{table}.{ending}", "is missing", without)
         for path in paths:
             try:
-                rows = _read_parquet(path) if path.suffix == ".parquet" else read_json_lines(path)
+                rows = _read_parquet(path) if ending == "parquet" else read_json_lines(path)
                 for number, row in rows:
+                    where = f"{path.name}:{number}"
                     if row is None:
-                        where = f"{path.name}:{number}"
-                        self._warn(where, "not a JSON object", "the line is left out")
+                        self._add(where, "not a JSON object", "the line is left out")
                     else:
-                        yield f"{path.name}:{number}", row
+                        yield where, row
             except (pa.ArrowException, OSError) as error:
-                where = path.relative_to(self._root).as_posix()
-                self._warn(where, f"cannot be read: {error}", without)
+                where = path.relative_to(self.root).as_posix()
+                self._add(where, f"cannot be read: {error}", without)
 
     def _episode(self, row: Row, start: int) -> Episode | None:
         index, length = row.get("episode_index"), row.get("length")
         if not isinstance(index, int) or not isinstance(length, int) or length < 1:
             return None
-        fields = self._fields(row, "data/")
-        if None in fields.values():
+        data_path = self._path(row)
+        if data_path is None:
             return None
         if isinstance(row.get("dataset_from_index"), int):
             start = row["dataset_from_index"]
@@ -306,59 +323,82 @@ class _TableReader:
         videos = {camera: span for camera, span in spans.items() if span is not None}
         tasks = row.get("tasks") or ()
         texts = (tasks,) if isinstance(tasks, str) else tuple(map(str, tasks))
-        return Episode(index, start, length, texts, self._path("data_path", fields), videos)
-
-    def _fields(self, row: Row, prefix: str) -> Row:
-        """Return what the template of a path is filled in with; None for what the row lacks."""
-        if self._version == "v3.0":
-            names = ("chunk_index", "file_index")
-            return {name: _whole_number(row.get(f"{prefix}{name}")) for name in names}
-        chunk = row["episode_index"] // int(self._info.get("chunks_size") or 1000)
-        return {"episode_chunk": chunk, "episode_index": row["episode_index"]}
+        return Episode(index, start, length, texts, data_path, videos)
 
     def _video(self, row: Row, camera: str) -> VideoSpan | None:
-        prefix = f"videos/{camera}/"
-        fields = self._fields(row, prefix)
-        if self._version == "v3.0":
-            start, stop = row.get(f"{prefix}from_timestamp"), row.get(f"{prefix}to_timestamp")
+        start, stop = 0.0, row["length"] / self.fps
+        if self.version == "v3.0":
+            start = row.get(f"videos/{camera}/from_timestamp")
+            stop = row.get(f"videos/{camera}/to_timestamp")
+        declared = self._path(row, camera)
+        if start is None or stop is None or declared is None:
+            return None
+        # Some sets have the folder `video` in place of `videos`, or vice versa.
+        top, _, rest = declared.partition("/")
+        other = {"videos": "video", "video": "videos"}.get(top, top)
+        for path in (declared, f"{other}/{rest}"):
+            if self.files is None or path in self.files:
+                break
         else:
-            start, stop = 0.0, row["length"] / self._fps
-        if start is None or stop is None or None in fields.values():
             return None
-        path = self._find(self._path("video_path", {**fields, "video_key": camera}))
-        if path is None:
-            return None
-        frames = (stop - start) * self._fps
+        frames = (stop - start) * self.fps
         if not frames > row["length"] - 0.5:  # it would show frames of the next episode
             what = f"{row['length']} rows, but its video spans {frames:.1f} frames"
             self.problems.append(episode_problem(row["episode_index"], what, camera))
             return None
         return VideoSpan(path, float(start), float(stop))
 
-    def _path(self, field: str, fields: Row) -> str:
-        template = self._info.get(field) or PATHS[self._version][field]
+    def _path(self, row: Row, camera: str | None = None) -> str | None:
+        """Return the path of a video or of the data file; None if the row lacks its numbers."""
+        field, prefix = ("video_path", f"videos/{camera}/") if camera else ("data_path", "data/")
+        fields: Row = {"video_key": camera} if camera else {}
+        if self.version == "v3.0":
+            for name in ("chunk_index", "file_index"):
+                value = row.get(f"{prefix}{name}")
+                # pandas may have written whole numbers as floating-point ones, and NaN for none.
+                if not isinstance(value, int | float) or value % 1 != 0:
+                    return None
+                fields[name] = int(value)
+        else:
+            chunk = row["episode_index"] // int(self.info.get("chunks_size") or 1000)
+            fields |= {"episode_chunk": chunk, "episode_index": row["episode_index"]}
+        template = self.info.get(field) or PATHS[self.version][field]
         try:
             return str(template.format(**fields))
         except (KeyError, ValueError, IndexError, AttributeError) as error:
             raise ValueError(
                 f"meta/info.json: {field} is {template!r}, which cannot be filled in ({error!r}); "
-                f"expected something like {PATHS[self._version][field]!r}."
+                f"expected something like {PATHS[self.version][field]!r}."
             ) from None
 
-    def _find(self, path: str) -> str | None:
-        """Return the path as declared, or with `video` in place of `videos` and vice versa."""
-        top, _, rest = path.partition("/")
-        other = {"videos": "video", "video": "videos"}.get(top, top)
-        choices = (path, f"{other}/{rest}")
-        return next((p for p in choices if self._files is None or p in self._files), None)
+    def check_totals(self, metadata: Metadata) -> None:
+        actual = {"total_episodes": len(metadata.episodes), "total_frames": metadata.total_frames}
+        if metadata.tasks:  # without them, the missing file is a problem of its own
+            actual["total_tasks"] = len(metadata.tasks)
+        for key, value in actual.items():
+            if (declared := self.info.get(key, value)) != value:
+                what = f"{key} is {declared}, the list of episodes gives {value}"
+                self._add("info.json", what, "the list is used", "note")
 
-    def _warn(self, where: str, what: str, consequence: str) -> None:
-        self.problems.append(Problem("warning", where, what, consequence))
-
-
-def _whole_number(value: Any) -> int | None:
-    """Tables written by pandas may hold whole numbers as floating-point ones, and NaN for none."""
-    return int(value) if isinstance(value, int | float) and value % 1 == 0 else None
+    def check_files(self, metadata: Metadata, files: frozenset[str]) -> None:
+        reported = {(problem.episode, problem.camera) for problem in self.problems}
+        filmed = [camera for camera in self._cameras if camera in metadata.cameras]
+        for camera in self._cameras:
+            if camera not in filmed:
+                self._add(camera, "declared as video, has no files", CAMERA_IGNORED)
+        for episode in metadata.episodes:
+            if episode.data_path not in files:
+                what = f"{episode.data_path} is missing"
+                self.problems.append(episode_problem(episode.index, what))
+            self.problems += [
+                episode_problem(episode.index, "its video is missing", camera)
+                for camera in filmed
+                if camera not in episode.videos and (episode.index, camera) not in reported
+            ]
+        paths = (span.path for episode in metadata.episodes for span in episode.videos.values())
+        renamed = any(path.startswith("video/") for path in paths)
+        if renamed and not str(self.info.get("video_path")).startswith("video/"):
+            self._add("video/", "the folder is not named `videos`", "it is read anyway", "note")
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[int, Row]]:
@@ -384,79 +424,21 @@ def read_info(root: Path) -> Row:
     return info
 
 
-def _version(root: Path, info: Row, problems: list[Problem]) -> str:
-    declared = info.get("codebase_version")
-    if declared is None:
-        guess = "v3.0" if (root / "meta" / "episodes").is_dir() else "v2.1"
-        what = "codebase_version is missing"
-        problems.append(Problem("note", "info.json", what, f"read as {guess}"))
-        return guess
-    version = "v" + str(declared).removeprefix("v")
-    if version not in PATHS:
+def _feature(name: str, declared: Any) -> Feature:
+    if not isinstance(declared, dict) or "dtype" not in declared:
+        raise ValueError(f"meta/info.json: feature {name!r} has no dtype: {declared!r}")
+    shape = declared.get("shape") or ()
+    if not isinstance(shape, list | tuple) or not all(
+        isinstance(size, int | float) and int(size) == size for size in shape
+    ):
         raise ValueError(
-            f"{root} is a data set of version {declared!r}; only {', '.join(PATHS)} can be "
-            "read. Convert older ones with LeRobot's own scripts."
+            f"meta/info.json: feature {name!r} has the shape {shape!r}; expected integers."
         )
-    return version
-
-
-def _fps(info: Row) -> float:
-    fps = info.get("fps")
-    if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps < float("inf"):
-        raise ValueError(f"meta/info.json: fps is {fps!r}; expected frames per second, e.g. 30.")
-    return fps
-
-
-def _features(info: Row) -> dict[str, Feature]:
-    features = {}
-    for name, declared in info["features"].items():
-        if not isinstance(declared, dict) or "dtype" not in declared:
-            raise ValueError(f"meta/info.json: feature {name!r} has no dtype: {declared!r}")
-        shape = declared.get("shape") or ()
-        if not isinstance(shape, list | tuple) or not all(
-            isinstance(size, int | float) and int(size) == size for size in shape
-        ):
-            raise ValueError(
-                f"meta/info.json: feature {name!r} has the shape {shape!r}; expected a list of "
-                "integers."
-            )
-        video = declared.get("info") or declared.get("video_info") or {}
-        features[name] = Feature(
-            name=name,
-            dtype=str(declared["dtype"]),
-            shape=tuple(int(size) for size in shape),
-            names=declared.get("names"),
-            video=video if isinstance(video, dict) else {},
-        )
-    return features
-
-
-def _wrong_totals(metadata: Metadata) -> Iterator[Problem]:
-    actual = {"total_episodes": len(metadata.episodes), "total_frames": metadata.total_frames}
-    if metadata.tasks:  # without them, the missing file is a problem of its own
-        actual["total_tasks"] = len(metadata.tasks)
-    for key, value in actual.items():
-        if (declared := metadata.info.get(key, value)) != value:
-            what = f"{key} is {declared}, the list of episodes gives {value}"
-            yield Problem("note", "info.json", what, "the list is used")
-
-
-def _missing_files(
-    metadata: Metadata, files: frozenset[str], known: list[Problem]
-) -> Iterator[Problem]:
-    reported = {(problem.episode, problem.camera) for problem in known}
-    declared = [name for name, feature in metadata.features.items() if feature.dtype == "video"]
-    cameras = [camera for camera in declared if camera in metadata.cameras]
-    for camera in declared:
-        if camera not in cameras:
-            yield Problem("warning", camera, "declared as video, has no files", CAMERA_IGNORED)
-    for episode in metadata.episodes:
-        if episode.data_path not in files:
-            yield episode_problem(episode.index, f"{episode.data_path} is missing")
-        for camera in cameras:
-            if camera not in episode.videos and (episode.index, camera) not in reported:
-                yield episode_problem(episode.index, "its video is missing", camera)
-    paths = (span.path for episode in metadata.episodes for span in episode.videos.values())
-    renamed = any(path.startswith("video/") for path in paths)
-    if renamed and not str(metadata.info.get("video_path")).startswith("video/"):
-        yield Problem("note", "video/", "the folder is not named `videos`", "it is read anyway")
+    video = declared.get("info") or declared.get("video_info") or {}
+    return Feature(
+        name=name,
+        dtype=str(declared["dtype"]),
+        shape=tuple(int(size) for size in shape),
+        names=declared.get("names"),
+        video=video if isinstance(video, dict) else {},
+    )

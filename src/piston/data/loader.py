@@ -36,7 +36,7 @@ import torch
 from jaxtyping import Int64
 from torch.utils.data import DataLoader, get_worker_info
 
-from piston.data.mixture import Samples, WeightedMixture, preload, shuffled
+from piston.data.mixture import Samples, WeightedMixture, shuffled
 from piston.observation import stack_samples
 from piston.signals import ignore_stop_signals
 
@@ -359,7 +359,6 @@ class _Batches:
     """What a worker runs: `batches[indices]` is a batch, or the error that prevented it."""
 
     def __init__(self, samples: Samples, memory: Sequence[Sequence[_SharedMemory]]) -> None:
-        preload(samples)
         self._samples_memory, self._memory = _SharedMemory(), memory
         try:
             self._stored_samples = self._samples_memory.copy(samples)

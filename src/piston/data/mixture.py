@@ -26,12 +26,6 @@ class Samples(Protocol):
     def __getitem__(self, index: Any, /) -> Any: ...
 
 
-def preload(samples: Samples) -> None:
-    """Read the columns of a data set, or of all data sets of a mixture, where it has any."""
-    for dataset in getattr(samples, "datasets", (samples,)):
-        getattr(dataset, "preload", lambda: None)()
-
-
 class RepeatedStarts:
     """A data set in which the first `frames` samples of every episode occur `times` times.
 
@@ -57,10 +51,6 @@ class RepeatedStarts:
 
     def __getitem__(self, index: int) -> Any:
         return self._samples[int(self._indices[index])]
-
-    def preload(self) -> None:
-        """Read the columns of the data set."""
-        preload(self._samples)
 
 
 class WeightedMixture:

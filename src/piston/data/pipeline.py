@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy as np
 from piston.config import DataConfig
 from piston.data.cache import CachedFrames
 from piston.data.dataset import LeRobotDataset, open_dataset
-from piston.data.format import DERIVED, Episode, EpisodeError, Metadata, locate
+from piston.data.format import DERIVED, EpisodeError, Metadata, locate
 from piston.data.mixture import Samples
 from piston.data.subsets import (
     EpisodeChoice,
@@ -67,9 +67,7 @@ def open_training_data(
     """
     if config.fake:
         return FakeDataset(model)
-    if source is None:
-        source, episodes = open_source(config, model, episodes=episodes), None
-    dataset = source.select(episodes)
+    dataset = (source or open_source(config, model)).select(episodes)
     plain = TrainingData(dataset, config)
     if not cache_frames:
         return plain
@@ -128,12 +126,11 @@ def split_sources(
 
     If a data set occurs twice, an episode is held out of both, and validated on in the first only.
     """
-    together: dict[Path, dict[int, Episode]] = {}
-    for source in sources:
-        known = together.setdefault(source.metadata.root.resolve(), {})
-        known |= {episode.index: episode for episode in source.episodes}
+    roots = [source.metadata.root.resolve() for source in sources]
     held_out: dict[Path, set[int]] = {}
-    for root, known in together.items():
+    for root in roots:
+        same = (source for source, other in zip(sources, roots) if other == root)
+        known = {episode.index: episode for source in same for episode in source.episodes}
         try:
             held_out[root] = set(split_episodes(list(known.values()), num_held_out, seed=seed)[1])
         except ValueError as error:
@@ -141,8 +138,8 @@ def split_sources(
             raise
     remaining = {root: set(episodes) for root, episodes in held_out.items()}
     parts = []
-    for source in sources:
-        root, own = source.metadata.root.resolve(), {episode.index for episode in source.episodes}
+    for source, root in zip(sources, roots):
+        own = {episode.index for episode in source.episodes}
         if own <= held_out[root]:
             raise ValueError(f"All episodes chosen of {root} ({shorten(own)}) are held out.")
         parts.append((sorted(own - held_out[root]), sorted(own & remaining[root])))
@@ -150,9 +147,7 @@ def split_sources(
     return parts
 
 
-def open_source(
-    config: DataConfig, model: ModelConfig, *, episodes: EpisodeChoice = None
-) -> LeRobotDataset:
+def open_source(config: DataConfig, model: ModelConfig) -> LeRobotDataset:
     """Open the data set of a pipeline, with actions as chunks of the model's horizon."""
     if config.not_readable is not None:
         raise ValueError(config.not_readable)
@@ -160,19 +155,19 @@ def open_source(
         raise ValueError("No data set is named: give --data.repo-id, a folder or owner/name.")
     metadata = Metadata.read(locate(config.repo_id))
     try:
-        named = choose_episodes(metadata.episodes, config.episodes)
-        chosen = choose_episodes(named, episodes)
+        chosen = choose_episodes(metadata.episodes, config.episodes)
     except ValueError as error:
         error.add_note(f"in {config.repo_id}")
         raise
     steps = config.steps_read(model.action_horizon)
     features, used = metadata.features, keys_used(config)
-    return open_dataset(
-        metadata,
-        sequences=dict.fromkeys(config.action_sequence_keys, steps),
-        episodes=[episode.index for episode in chosen],
-        cameras=used and [key for key in used if key in features and features[key].is_camera],
-    )
+    with advising(config):
+        return open_dataset(
+            metadata,
+            sequences=dict.fromkeys(config.action_sequence_keys, steps),
+            episodes=[episode.index for episode in chosen],
+            cameras=used and [key for key in used if key in features and features[key].is_camera],
+        )
 
 
 def leave_out(config: DataConfig, episodes: Iterable[int | str]) -> str:
@@ -215,11 +210,10 @@ def require_finite(dataset: LeRobotDataset, config: DataConfig) -> None:
     """
     used, suspect = keys_used(config), np.zeros(len(dataset), bool)
     for key in dataset.keys:
-        if used is None or key in used or key in config.action_sequence_keys:
-            with advising(config):
-                column = dataset.column(key)
-            if column.dtype.kind == "f":
-                suspect |= ~np.isfinite(column).reshape(len(column), -1).all(axis=1)
+        column = dataset.column(key)
+        is_used = used is None or key in used or key in config.action_sequence_keys
+        if is_used and column.dtype.kind == "f":
+            suspect |= ~np.isfinite(column).reshape(len(column), -1).all(axis=1)
     if not suspect.any():
         return
     numbers = dataset.without_cameras()
@@ -263,7 +257,7 @@ class TrainingData:
 
     def __init__(self, dataset: LeRobotDataset | CachedFrames, config: DataConfig) -> None:
         self._dataset = dataset
-        self._config, self._name = config, str(config.repo_id)
+        self._config = config
         tasks = (PromptFromItem(),) if config.prompt_from_task else ()
         self._transform = compose((*tasks, *config.input_transforms(training=True)))
         self._padding = _padding_key(config)
@@ -277,18 +271,25 @@ class TrainingData:
         try:
             padding = np.asarray(item[self._padding])
             sample = self._transform({**item, PADDING_KEY: padding})
+            num_steps = np.shape(sample["actions"])[-2]
+            if PADDING_KEY not in sample and num_steps != len(padding):
+                raise ValueError(
+                    f"The robot's transforms changed the chunk from {len(padding)} steps to "
+                    f"{num_steps} and dropped {PADDING_KEY!r}: return it with the actions, with "
+                    "the same steps."
+                )
+            sample = {PADDING_KEY: padding, **sample}
+            kept = {key: sample[key] for key in MODEL_KEYS if key in sample}
+            for key in ("state", "actions"):
+                kept[key] = np.asarray(kept[key], np.float32)
             place = {**item, "set_index": self._config.set_index}
-            return _checked(sample, padding) | {key: np.int64(place[key]) for key in PLACE_KEYS}
+            return kept | {key: np.int64(place[key]) for key in PLACE_KEYS}
         except Exception as error:
             error.add_note(
-                f"in frame {item['frame_index']} of episode {item['episode_index']} of {self._name}"
+                f"in frame {item['frame_index']} of episode {item['episode_index']} of "
+                f"{self._config.repo_id}"
             )
             raise
-
-    def preload(self) -> None:
-        """Read all columns, which worker processes then share."""
-        with advising(self._config):
-            self._dataset.preload()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,21 +298,6 @@ class PromptFromItem:
 
     def __call__(self, data: Data) -> Data:
         return {**data, "prompt": data["task"]}
-
-
-def _checked(sample: Data, padding: np.ndarray) -> dict[str, Any]:
-    """Keep what models take: numbers as float32, and always the padding mask."""
-    if PADDING_KEY not in sample and np.shape(sample["actions"])[-2] != len(padding):
-        raise ValueError(
-            f"The robot's transforms changed the chunk from {len(padding)} steps to "
-            f"{np.shape(sample['actions'])[-2]} and dropped {PADDING_KEY!r}: return it with the "
-            "actions, with the same steps."
-        )
-    sample = {PADDING_KEY: padding, **sample}
-    kept = {key: sample[key] for key in MODEL_KEYS if key in sample}
-    for key in ("state", "actions"):
-        kept[key] = np.asarray(kept[key], np.float32)
-    return kept
 
 
 def check_cache(plain: TrainingData, cached: TrainingData) -> None:
@@ -343,27 +329,25 @@ class FakeDataset:
         model, random = self.model, np.random.default_rng([2024, index])
         pixels = (model.image_size, model.image_size, 3)
         chunk = (model.action_horizon, model.action_dim)
-        return {
-            "image": {
-                name: random.integers(256, size=pixels, dtype=np.uint8) for name in model.cameras
-            },
-            "image_mask": dict.fromkeys(model.cameras, np.True_),
-            "state": random.uniform(-1, 1, model.action_dim).astype(np.float32),
-            "actions": random.uniform(-1, 1, chunk).astype(np.float32),
-            PADDING_KEY: np.zeros(model.action_horizon, bool),
-            **self._prompt(random),
-            **dict.fromkeys(PLACE_KEYS, np.int64(0))
-            | dict.fromkeys(("frame_index", "index"), np.int64(index)),
-        }
-
-    def _prompt(self, random: np.random.Generator) -> Mapping[str, np.ndarray]:
-        """Return random tokens up to a random length; a model may have to write the second half."""
-        longest = self.model.prompt_length
+        images = {name: random.integers(256, size=pixels, dtype=np.uint8) for name in model.cameras}
+        state = random.uniform(-1, 1, model.action_dim).astype(np.float32)
+        actions = random.uniform(-1, 1, chunk).astype(np.float32)
+        # Random tokens up to a random length; a model may have to write the second half.
+        longest = model.prompt_length
         length = int(random.integers(longest // 2, longest + 1))
         mask = np.arange(longest) < length
-        tokens = random.integers(1, self.model.vocab_size, longest).astype(np.int32)
+        tokens = random.integers(1, model.vocab_size, longest).astype(np.int32)
         prompt = {"tokenized_prompt": np.where(mask, tokens, 0), "tokenized_prompt_mask": mask}
-        if self.model.action_tokenizer is not None:
+        if model.action_tokenizer is not None:
             written = mask & (np.arange(longest) >= length // 2)
             prompt |= {"token_ar_mask": written.astype(np.int32), "token_loss_mask": written}
-        return prompt
+        return {
+            "image": images,
+            "image_mask": dict.fromkeys(model.cameras, np.True_),
+            "state": state,
+            "actions": actions,
+            PADDING_KEY: np.zeros(model.action_horizon, bool),
+            **prompt,
+            **dict.fromkeys(("set_index", "episode_index"), np.int64(0)),
+            **dict.fromkeys(("frame_index", "index"), np.int64(index)),
+        }

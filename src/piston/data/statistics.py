@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float, Int
 from numpy.lib.stride_tricks import sliding_window_view
 
 from piston.config import DataConfig
-from piston.data.pipeline import PADDING_KEY, advising, keys_used, leave_out
+from piston.data.pipeline import PADDING_KEY, keys_used, leave_out
 from piston.data.video import num_usable_cpus
 from piston.progress import Progress, no_progress
 from piston.transforms import Data, compose, missing_key
@@ -389,8 +389,7 @@ class TransformedColumns:
         self._cameras = dataset.cameras
         used = keys_used(config)
         wanted = None if used is None else {*used, *self._sequence_keys, "task_index"}
-        with advising(config):
-            self._columns = _read_columns(dataset, wanted, self._sequence_keys, horizon)
+        self._columns = _read_columns(dataset, wanted, self._sequence_keys, horizon)
         self._tasks = dataset.metadata.tasks if config.prompt_from_task else None
 
     def __len__(self) -> int:

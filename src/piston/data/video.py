@@ -112,7 +112,12 @@ class VideoReader:
 
     def _frame_at(self, time: float, tolerance: float) -> VideoFrame:
         self._wanted = math.floor((time - tolerance) / self._time_base)
-        if self._should_seek(time, tolerance):
+        now = None if self._current is None else self._time(self._current)
+        if (
+            now is None
+            or time < now - tolerance
+            or (self._keys and self._key_before(time) > self._position(now) + SEEK_FRAMES)
+        ):
             self._seek_before(time, tolerance)
         frame = self._current
         while frame is None or self._time(frame) < time - tolerance:
@@ -125,14 +130,6 @@ class VideoReader:
                 f"{self.path}: no frame at {time:.6f} s: the next frame is at {found:.6f} s."
             )
         return frame
-
-    def _should_seek(self, time: float, tolerance: float) -> bool:
-        if self._current is None:
-            return True
-        now = self._time(self._current)
-        if time < now - tolerance:
-            return True
-        return bool(self._keys) and self._key_before(time) > self._position(now) + SEEK_FRAMES
 
     def _seek_before(self, time: float, tolerance: float) -> None:
         """Decode a frame at or before `time`, or the first one."""
@@ -176,15 +173,12 @@ class VideoReader:
                 first = packet.pts
             # After a seek, frames that precede the key frame in time lack what they refer to.
             if first is None or packet.pts is None or packet.pts >= first:
-                self._skip_unneeded(packet.pts)
+                # Frames before the wanted one that no other frame refers to are not decoded.
+                skip = self._can_skip and packet.pts is not None and packet.pts < self._wanted
+                if skip != self._skipping:
+                    self._stream.codec_context.skip_frame = "NONREF" if skip else "DEFAULT"
+                    self._skipping = skip
                 yield from packet.decode()
-
-    def _skip_unneeded(self, pts: int | None) -> None:
-        """Do not decode frames before the wanted one that no other frame refers to."""
-        skip = self._can_skip and pts is not None and pts < self._wanted
-        if skip != self._skipping:
-            self._stream.codec_context.skip_frame = "NONREF" if skip else "DEFAULT"
-            self._skipping = skip
 
     def _advance(self) -> VideoFrame | None:
         """Decode the next frame; None at the end."""
@@ -241,7 +235,16 @@ class VideoReaders:
         self, path: Path, timestamps: Sequence[float], tolerance: float = TOLERANCE_S
     ) -> UInt8[np.ndarray, "n h w 3"]:
         """Read frames of a file. Two threads on the same file get a reader each."""
-        reader = self._take(path) or VideoReader(path)
+        if self._process != os.getpid():
+            # Forked: the parent's decoders share its file positions, and closing them can wait for
+            # threads that exist only in the parent. They are kept and never used.
+            _inherited.append(self._idle)
+            self._start()
+        with self._lock:
+            reader = next((one for one in reversed(self._idle) if one.path == path), None)
+            if reader is not None:
+                self._idle.remove(reader)
+        reader = reader or VideoReader(path)
         try:
             frames = reader.frames_at(timestamps, tolerance)
         except BaseException:
@@ -260,18 +263,6 @@ class VideoReaders:
             idle, self._idle = self._idle, []
         for reader in idle:
             reader.close()
-
-    def _take(self, path: Path) -> VideoReader | None:
-        if self._process != os.getpid():
-            # Forked: the parent's decoders share its file positions, and closing them can wait for
-            # threads that exist only in the parent. They are kept and never used.
-            _inherited.append(self._idle)
-            self._start()
-        with self._lock:
-            for number in range(len(self._idle) - 1, -1, -1):
-                if self._idle[number].path == path:
-                    return self._idle.pop(number)
-        return None
 
     def __reduce__(self) -> tuple[type[VideoReaders], tuple[int]]:
         return VideoReaders, (self.capacity,)
