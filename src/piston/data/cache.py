@@ -81,7 +81,7 @@ class CachedFrames:
                     file[1].append((episode, start))
         for camera, inside in work.values():
             if camera in inside[0][0].videos:
-                inside.sort(key=lambda pair, camera=camera: pair[0].videos[camera].start)
+                inside.sort(key=lambda pair: pair[0].videos[camera].start)
         return list(work.values())
 
     def build(self) -> None:

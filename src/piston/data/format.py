@@ -237,11 +237,12 @@ class _MetaReader:
         self.info = read_info(root)
         self.features = {name: _feature(name, one) for name, one in self.info["features"].items()}
         self.version = self._version()
-        self.fps = fps = self.info.get("fps")
+        fps = self.info.get("fps")
         if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps < float("inf"):
             raise ValueError(
                 f"meta/info.json: fps is {fps!r}; expected frames per second, e.g. 30."
             )
+        self.fps: float = fps
         self.files = list_files(root) if with_files else None
         self._cameras = [one.name for one in self.features.values() if one.dtype == "video"]
 
@@ -326,10 +327,11 @@ class _MetaReader:
         return Episode(index, start, length, texts, data_path, videos)
 
     def _video(self, row: Row, camera: str) -> VideoSpan | None:
-        start, stop = 0.0, row["length"] / self.fps
         if self.version == "v3.0":
-            start = row.get(f"videos/{camera}/from_timestamp")
-            stop = row.get(f"videos/{camera}/to_timestamp")
+            names = ("from_timestamp", "to_timestamp")
+            start, stop = (row.get(f"videos/{camera}/{name}") for name in names)
+        else:
+            start, stop = 0.0, row["length"] / self.fps
         declared = self._path(row, camera)
         if start is None or stop is None or declared is None:
             return None

@@ -224,7 +224,9 @@ def require_finite(dataset: LeRobotDataset, config: DataConfig) -> None:
     def is_bad(row: int) -> bool:
         item = numbers[row] | black
         try:
-            data = transform({**item, PADDING_KEY: item[_padding_key(config)]})
+            data = transform(
+                {**item, PADDING_KEY: item[f"{config.action_sequence_keys[0]}_is_pad"]}
+            )
         except ValueError:  # raised by the robot's own check
             return True
         return not all(np.isfinite(data[key]).all() for key in ("state", "actions"))
@@ -244,10 +246,6 @@ def require_finite(dataset: LeRobotDataset, config: DataConfig) -> None:
         )
 
 
-def _padding_key(config: DataConfig) -> str:
-    return f"{config.action_sequence_keys[0]}_is_pad"
-
-
 class TrainingData:
     """`data[i]` is frame i as the model sees it: NumPy arrays, images uint8.
 
@@ -260,7 +258,7 @@ class TrainingData:
         self._config = config
         tasks = (PromptFromItem(),) if config.prompt_from_task else ()
         self._transform = compose((*tasks, *config.input_transforms(training=True)))
-        self._padding = _padding_key(config)
+        self._padding = f"{config.action_sequence_keys[0]}_is_pad"
 
     def __len__(self) -> int:
         return len(self._dataset)
