@@ -164,7 +164,7 @@ def test_the_log_says_what_is_trained_on(tmp_path, folder, first, caplog):
     caplog.set_level("INFO", logger="piston")
     data = together(first, f"{folder / 'mugs'}#1", shares=[3, 1])
     train_loop(tiny(tmp_path, **data, num_train_steps=4))
-    assert "cups, 4 episodes, 32 samples, 75.0 % of what is drawn" in caplog.text
+    assert "cups, 4 episodes, 32 samples, 75.0 % of the samples drawn" in caplog.text
     assert f"Set 1: {folder / 'mugs'}, 1 episodes, 8 samples, 25.0 %" in caplog.text
     data = together(first, f"{folder / 'mugs'}#1", shares=[1, 1])
     train_loop(tiny(tmp_path, **data, num_train_steps=6, resume=True))
