@@ -89,7 +89,7 @@ def test_the_default_folder_and_the_short_form_do_not_make_another_demo(tmp_path
     state = json.loads((tmp_path / STATE).read_text())
     state["job"] |= {"folder": "elsewhere", "quick_episodes": 99}
     (tmp_path / STATE).write_text(json.dumps(state))
-    plan = dataclasses.replace(PLANS["aloha"], folder="other", quick_seeds="0..7")
+    plan = dataclasses.replace(PLANS["aloha"], folder="other", quick_episodes=7)
     monkeypatch.setitem(demo.PLANS, "aloha", plan)
     assert main([*words, "--resume"]) == 130
 

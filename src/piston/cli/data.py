@@ -13,9 +13,9 @@ from rich.text import Text
 
 from piston.cli.console import console, table
 from piston.data.check import check_dataset, readable_cameras, readable_episodes, usable
-from piston.data.convert import SUFFIXES, Conversion, convert_aloha_hdf5, convert_to_v30
+from piston.data.convert import SUFFIXES, convert_aloha_hdf5, convert_to_v30
 from piston.data.format import Metadata, Problem, locate
-from piston.progress import Progress, ProgressBar
+from piston.progress import ProgressBar
 
 _MAX_PLACES = 20
 _COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
@@ -70,10 +70,7 @@ def run_data(args: list[str]) -> int:
         return _check(chosen.path)
     if isinstance(chosen, Info):
         return _info(chosen.path)
-    with ProgressBar("converting", "frames") as bar:
-        conversion = _convert(chosen, bar.show)
-    _show_conversion(conversion)
-    return 0
+    return _convert(chosen)
 
 
 def _check(path: str) -> int:
@@ -129,30 +126,28 @@ def _info(path: str) -> int:
     return 0
 
 
-def _convert(chosen: Convert, progress: Progress) -> Conversion:
-    shared: dict[str, Any] = {
-        "codec": chosen.codec,
-        "skip_broken": chosen.skip_broken,
-        "overwrite": chosen.overwrite,
-        "progress": progress,
-    }
-    if not _is_hdf5(Path(chosen.source)):
-        if chosen.bgr or chosen.fps != Convert.fps:
-            raise ValueError("--bgr and --fps are for HDF5 episodes; a LeRobot set says its own.")
-        return convert_to_v30(locate(chosen.source), chosen.target, task=chosen.task, **shared)
-    if chosen.task is None:
-        raise ValueError("HDF5 episodes do not say what was done: give --task 'Fold the towel'.")
-    return convert_aloha_hdf5(
-        chosen.source, chosen.target, chosen.task, chosen.fps, bgr=chosen.bgr, **shared
-    )
-
-
-def _is_hdf5(source: Path) -> bool:
+def _convert(chosen: Convert) -> int:
+    source = Path(chosen.source)
     files = source.iterdir() if source.is_dir() else [source]
-    return any(path.suffix in SUFFIXES for path in files)
-
-
-def _show_conversion(conversion: Conversion) -> None:
+    is_hdf5 = any(path.suffix in SUFFIXES for path in files)
+    if not is_hdf5 and (chosen.bgr or chosen.fps != Convert.fps):
+        raise ValueError("--bgr and --fps are for HDF5 episodes; a LeRobot set says its own.")
+    with ProgressBar("converting", "frames") as bar:
+        options: dict[str, Any] = {
+            "codec": chosen.codec,
+            "skip_broken": chosen.skip_broken,
+            "overwrite": chosen.overwrite,
+            "progress": bar.show,
+        }
+        if not is_hdf5:
+            found = locate(chosen.source)
+            conversion = convert_to_v30(found, chosen.target, task=chosen.task, **options)
+        elif chosen.task is None:
+            raise ValueError("HDF5 episodes do not name their task: give --task 'Fold the towel'.")
+        else:
+            conversion = convert_aloha_hdf5(
+                source, chosen.target, chosen.task, chosen.fps, bgr=chosen.bgr, **options
+            )
     screen = console()
     screen.print(
         f"Wrote {conversion.target}: {conversion.num_episodes} episodes, "
@@ -166,3 +161,4 @@ def _show_conversion(conversion: Conversion) -> None:
         screen.print(f"{conversion.num_encoded} videos had to be encoded anew.")
     if conversion.num_retimed:
         screen.print(f"{conversion.num_retimed} episodes got new time stamps (frame / fps).")
+    return 0

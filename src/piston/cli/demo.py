@@ -22,12 +22,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 from rich.markup import escape
-from rich.text import Text
 
 from piston.cli.console import console, fail, table
 from piston.data import Metadata
@@ -44,6 +44,13 @@ _SECONDS_TO_START, _SECONDS_TO_STOP = 120.0, 60.0
 # Reading the memory of a process of one gigabyte takes some 15 ms.
 _SECONDS_BETWEEN_SAMPLES = 1.0
 _PROC = Path("/proc")
+# Fields of a plan that do not change what a demo does.
+_NOT_WORK = ("folder", "quick_episodes")
+_QUICK_TRAINING = (
+    *("--num-train-steps", "40", "--log-interval", "5", "--ema-decay", "0.8"),
+    *("--batch-size", "8", "--noise-draws", "4"),
+    *("--lr-schedule.warmup-steps", "5", "--lr-schedule.decay-steps", "40"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,21 +78,15 @@ class DemoPlan:
     training: tuple[str, ...] = ()
     # Where everything goes by default.
     folder: str = "runs/demo"
-    # The short form: too little to learn anything, enough to pass through every stage.
     quick_episodes: int = 4
-    quick_seeds: str = "0..3"
-    quick_training: tuple[str, ...] = (
-        *("--num-train-steps", "40", "--log-interval", "5", "--ema-decay", "0.8"),
-        *("--batch-size", "8", "--noise-draws", "4"),
-        *("--lr-schedule.warmup-steps", "5", "--lr-schedule.decay-steps", "40"),
-    )
 
     def quick(self) -> DemoPlan:
+        """Return the short form: too little to learn from, enough to pass through every stage."""
         return dataclasses.replace(
             self,
             episodes=self.quick_episodes,
-            trials=tuple(dataclasses.replace(t, seeds=self.quick_seeds) for t in self.trials),
-            training=(*self.training, *self.quick_training),
+            trials=tuple(dataclasses.replace(trial, seeds="0..3") for trial in self.trials),
+            training=(*self.training, *_QUICK_TRAINING),
         )
 
     def stage(self, trial: Trial) -> str:
@@ -144,8 +145,7 @@ def run_demo(args: list[str]) -> int:
         hint = did_you_mean(name, PLANS)
         raise ValueError(f"No demo is named {name!r}.{hint} There are: {', '.join(PLANS)}.")
     plan = PLANS[name].quick() if arguments.quick else PLANS[name]
-    fields = dataclasses.asdict(plan).items()
-    work = {k: v for k, v in fields if k != "folder" and not k.startswith("quick_")}
+    work = {k: v for k, v in dataclasses.asdict(plan).items() if k not in _NOT_WORK}
     # As it is read back: JSON has no tuples.
     description = json.loads(json.dumps({"demo": name, "seed": arguments.seed, **work}))
     out = (arguments.out or Path(plan.folder)).absolute()
@@ -154,55 +154,75 @@ def run_demo(args: list[str]) -> int:
         with exit_on_sigterm():
             run_stages(job, plan, arguments.seed)
     except StageFailed as failure:
-        _show_stages(job)
+        job.show()
         return fail(f"{failure} Finished stages are kept: --resume goes on.", failure.code)
     except KeyboardInterrupt:
-        _show_stages(job)
+        job.show()
         print(
             "Stopped. Finished stages are kept: the same command with --resume goes on, without "
             "it everything is deleted and begins again.",
             file=sys.stderr,
         )
         return 130
-    _show_results(job, plan)
+    job.show()
+    screen = console()
+    for trial in plan.trials:
+        evaluation = read_evaluation(out / "eval" / trial.name)
+        asked = "the opposite sentence" if trial.opposite else "success"
+        screen.print(
+            f"{evaluation.task}, {asked}: [bold]{evaluation.success}[/bold] (95 % interval)"
+        )
+    gigabytes = job.stages.peak_memory_bytes / 1e9
+    screen.print(f"peak memory of {job.stages.peak_memory_of}: {gigabytes:.2f} GB")
+    screen.print(f"see {os.path.relpath(out / 'report.html')}", soft_wrap=True, highlight=False)
     return 0
 
 
 def run_stages(job: Job, plan: DemoPlan, seed: int) -> None:
     data, run = job.out / "data", job.out / "checkpoints" / plan.preset / "demo"
+    evaluations = {trial: job.out / "eval" / trial.name for trial in plan.trials}
+    page = job.out / "report.html"
+
+    def recorded() -> str:
+        metadata = Metadata.read(data)
+        return f"{len(metadata.episodes)} episodes, {metadata.total_frames:,} frames"
+
+    def trained() -> str:
+        lines = read_json_lines(run / "metrics.jsonl")
+        last = [row for _, row in lines if row and "loss" in row][-1]
+        return f"{last['step'] + 1:,} steps, loss {last['loss']:.4f}"
+
+    recording = (plan.task, "--episodes", plan.episodes, "--out", data, "--workers", 2)
     config = (
         *(plan.preset, "--exp-name", "demo", *plan.training),
         *("--data.repo-id", data, "--data.assets.asset-id", job.stages.job["demo"]),
         *("--assets-base-dir", job.out / "assets"),
         *("--checkpoint-base-dir", job.out / "checkpoints"),
     )
-    recording = (plan.task, "--episodes", plan.episodes, "--out", data, "--workers", 2)
-    job.do("record", recording, lambda: _recorded(data))
+    job.do("record", recording, recorded)
     job.do("stats", config, lambda: "norm_stats.json")
-    job.do("train", (*config, "--seed", seed, "--resume"), lambda: _trained(run))
+    job.do("train", (*config, "--seed", seed, "--resume"), trained)
     trials = [trial for trial in plan.trials if not job.is_finished(plan.stage(trial))]
-    if trials:
-        newest = max(int(path.name) for path in run.glob("*") if path.name.isdecimal())
-        with job.serve(run / str(newest)) as uri:
-            for trial in trials:
-                _evaluate(job, plan, trial, uri)
-    page = job.out / "report.html"
-    evaluations = [job.out / "eval" / trial.name for trial in plan.trials]
-    words = (
-        *(run, "--eval", *evaluations, "--stages", job.state_file, "--out", page),
+    with contextlib.ExitStack() as stack:
+        if trials:
+            newest = max(int(path.name) for path in run.glob("*") if path.name.isdecimal())
+            uri = stack.enter_context(job.serve(run / str(newest)))
+        for trial in trials:
+            words = (
+                *(trial.task or plan.task, "--policy", uri, "--seeds", trial.seeds, "--video"),
+                *("--execute-horizon", plan.execute_horizon, "--out", evaluations[trial]),
+                *(("--opposite",) if trial.opposite else ()),
+            )
+            job.do(plan.stage(trial), words, partial(_success_rate, evaluations[trial]))
+    report = (
+        *(run, "--eval", *evaluations.values(), "--stages", job.state_file, "--out", page),
         *("--animation", job.out / "animation.webp"),
     )
-    job.do("report", words, lambda: f"{page.stat().st_size / 1e6:.1f} MB", again=True)
+    job.do("report", report, lambda: f"{page.stat().st_size / 1e6:.1f} MB", again=True)
 
 
-def _evaluate(job: Job, plan: DemoPlan, trial: Trial, uri: str) -> None:
-    out = job.out / "eval" / trial.name
-    words = (
-        *(trial.task or plan.task, "--policy", uri, "--seeds", trial.seeds, "--video"),
-        *("--execute-horizon", plan.execute_horizon, "--out", out),
-        *(("--opposite",) if trial.opposite else ()),
-    )
-    job.do(plan.stage(trial), words, lambda: str(read_evaluation(out).success))
+def _success_rate(evaluation: Path) -> str:
+    return str(read_evaluation(evaluation).success)
 
 
 def begin(out: Path, job: Mapping[str, Any], *, resume: bool) -> Job:
@@ -210,18 +230,18 @@ def begin(out: Path, job: Mapping[str, Any], *, resume: bool) -> Job:
     state = out / STATE
     if state.is_file():
         stages = read_stages(state)
-        other = [
-            f"{key} ({stages.job.get(key)} there, {new} now)" if isinstance(new, int | str) else key
-            for key, new in job.items()
-            if stages.job.get(key) != new
-        ]
-        if resume and other:
+        if resume:
+            other = [
+                f"{key} ({old} there, {new} now)" if isinstance(new, int | str) else key
+                for key, new in job.items()
+                if (old := stages.job.get(key)) != new
+            ]
+            if not other:
+                return Job(out, stages)
             raise ValueError(
                 f"{out} holds another demo. It differs in {', '.join(other)}. Leave out --resume "
                 "to delete it and begin again, or give another --out."
             )
-        if resume:
-            return Job(out, stages)
     elif out.exists() and any(out.iterdir()):
         raise FileExistsError(
             f"{out} was not made by `piston demo` (it holds no {STATE}), so nothing in it is "
@@ -322,31 +342,37 @@ class Job:
         try:
             yield results
         finally:
-            if not _PROC.exists():
-                peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-                self._add_peak(peak if sys.platform == "darwin" else 1024 * peak, LARGEST)
+            self._sample_memory()
             result = results[0] if results else None
             self.stages = self.stages.after(stage, time.monotonic() - began, result)
             self.stages.write(self.state_file)
 
     def _sample_memory(self) -> None:
         if _PROC.exists():
-            self._add_peak(memory_of_tree(os.getpid()), TOGETHER)
-
-    def _add_peak(self, number: int, whose: str) -> None:
-        peak = max(self.stages.peak_memory_bytes, number)
+            found, whose = memory_of_tree(os.getpid()), TOGETHER
+        else:  # known of processes that have ended
+            unit = 1 if sys.platform == "darwin" else 1024
+            found, whose = unit * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, LARGEST
+        peak = max(self.stages.peak_memory_bytes, found)
         self.stages = dataclasses.replace(self.stages, peak_memory_bytes=peak, peak_memory_of=whose)
+
+    def show(self) -> None:
+        """Print the stages with their seconds and results."""
+        done = [(stage.name, stage.seconds, stage.result) for stage in self.stages.finished]
+        done += [(name, spent, "not finished") for name, spent in self.stages.unfinished.items()]
+        done.append(("all", sum(seconds for _, seconds, _ in done), ""))
+        rows = [(name, f"{seconds:.1f}", result) for name, seconds, result in done]
+        title = f"piston demo {self.stages.job['demo']}"
+        columns = ("stage", "seconds", "result")
+        console().print(table(columns, rows, title=title, right=("seconds",)))
 
 
 def _is_healthy(port: int) -> bool:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
-    try:
+    with contextlib.suppress(OSError, http.client.HTTPException), contextlib.closing(connection):
         connection.request("GET", "/healthz")
         return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
+    return False
 
 
 def process_tree(root: int) -> list[int]:
@@ -365,50 +391,13 @@ def process_tree(root: int) -> list[int]:
 
 def memory_of_tree(root: int) -> int:
     """Return the bytes of a process and all below it; what several share is counted once."""
-    return sum(map(_memory, process_tree(root)))
-
-
-def _memory(process: int) -> int:
-    folder = _PROC / str(process)
-    with contextlib.suppress(OSError):  # old kernels have no such file
-        shares = re.findall(r"^Pss: +(\d+) kB", (folder / "smaps_rollup").read_text(), re.MULTILINE)
-        return 1024 * sum(map(int, shares))
-    with contextlib.suppress(OSError):
-        return int((folder / "statm").read_text().split()[1]) * resource.getpagesize()
-    return 0
-
-
-def _recorded(data: Path) -> str:
-    metadata = Metadata.read(data)
-    return f"{len(metadata.episodes)} episodes, {metadata.total_frames:,} frames"
-
-
-def _trained(run: Path) -> str:
-    last = [row for _, row in read_json_lines(run / "metrics.jsonl") if row and "loss" in row][-1]
-    return f"{last['step'] + 1:,} steps, loss {last['loss']:.4f}"
-
-
-def _show_stages(job: Job) -> None:
-    rows = [(stage.name, stage.seconds, stage.result) for stage in job.stages.finished]
-    rows += [(name, seconds, "not finished") for name, seconds in job.stages.unfinished.items()]
-    total = f"{sum(seconds for _, seconds, _ in rows):.1f}"
-    cells: list[tuple[str | Text, ...]] = [(name, f"{s:.1f}", result) for name, s, result in rows]
-    cells.append((Text("all", "bold"), Text(total, "bold"), ""))
-    title = f"piston demo {job.stages.job['demo']}"
-    columns = ("stage", "seconds", "result")
-    console().print(table(columns, cells, title=title, right=("seconds",)))
-
-
-def _show_results(job: Job, plan: DemoPlan) -> None:
-    _show_stages(job)
-    screen = console()
-    for trial in plan.trials:
-        evaluation = read_evaluation(job.out / "eval" / trial.name)
-        asked = "the opposite sentence" if trial.opposite else "success"
-        screen.print(
-            f"{evaluation.task}, {asked}: [bold]{evaluation.success}[/bold] (95 % interval)"
-        )
-    gigabytes = job.stages.peak_memory_bytes / 1e9
-    screen.print(f"peak memory of {job.stages.peak_memory_of}: {gigabytes:.2f} GB")
-    page = os.path.relpath(job.out / "report.html")
-    screen.print(f"see {page}", soft_wrap=True, highlight=False)
+    total = 0
+    for process in process_tree(root):
+        folder = _PROC / str(process)
+        with contextlib.suppress(OSError):  # it has ended
+            try:
+                shares = re.findall(r"\nPss: +(\d+) kB", (folder / "smaps_rollup").read_text())
+                total += 1024 * sum(map(int, shares))
+            except OSError:  # old kernels have no such file
+                total += int((folder / "statm").read_text().split()[1]) * resource.getpagesize()
+    return total

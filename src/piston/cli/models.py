@@ -18,7 +18,6 @@ from piston.progress import BYTES, ProgressBar
 if TYPE_CHECKING:
     from torch import nn
 
-    from piston.models.configs import GemmaSize, ModelConfig
     from piston.models.model import Model
 
 # Bytes per trained parameter: float32 master, gradient, two moments of AdamW, mean of weights.
@@ -72,27 +71,26 @@ def _summary(what: Annotated[str, tyro.conf.Positional]) -> None:
         what: A preset's name, or a checkpoint's folder or location.
     """
     from piston import weights
+    from piston.models import masks
 
-    config, source = _find(what)
+    if what in presets.names():
+        config, source = presets.get(what).model, "as the preset says"
+    else:
+        if "://" not in what and not Path(what).exists():
+            presets.get(what)  # raises with the nearest name
+        checkpoint = weights.open_checkpoint(what)
+        config, source = checkpoint.config, f"from a {checkpoint.format} checkpoint"
     model = weights.build_on_meta(config)
     screen = console()
     screen.print(f"[bold]{what}[/bold]  {config.family}, {source}\n")
     screen.print(_parts(model))
     screen.print(_tokens(model))
+    groups = model.token_groups()[len(config.cameras) :]
+    attending = [("images", False), *((group.name, group.starts_block) for group in groups)]
+    mask = masks.draw(attending, causal=[group.name for group in groups if group.is_causal])
     screen.print("\nattention (a row attends to the marked columns)", style="bold")
-    screen.print(_mask(model) + "\n", highlight=False)
+    screen.print(mask + "\n", highlight=False)
     screen.print(_memory(model))
-
-
-def _find(what: str) -> tuple[ModelConfig, str]:
-    from piston import weights
-
-    if what in presets.names():
-        return presets.get(what).model, "as the preset says"
-    if "://" not in what and not Path(what).exists():
-        presets.get(what)  # raises with the nearest name
-    checkpoint = weights.open_checkpoint(what)
-    return checkpoint.config, f"from a {checkpoint.format} checkpoint"
 
 
 def _count(module: nn.Module) -> int:
@@ -117,24 +115,21 @@ def _parts(model: Model) -> Table:
     for name, expert in model.experts.items():
         # What belongs to no other part, such as the suffix, is counted with the last expert.
         count = rest if name == list(model.experts)[-1] else _count(expert)
-        parts[titles[name]] = _expert_column(expert.size, count, reads[name])
         rest -= count
+        size = expert.size
+        parts[titles[name]] = {
+            "parameters": f"{count:,}",
+            "width": str(size.width),
+            "layers": str(size.depth),
+            "mlp": str(size.mlp_dim),
+            "heads": f"{size.num_heads} × {size.head_dim}, {size.num_kv_heads} key",
+            "LoRA": "–" if size.lora is None else f"rank {size.lora.rank}",
+            "reads": reads[name],
+        }
     names = ("parameters", "width", "layers", "mlp", "heads", "LoRA", "reads")
     rows = [[name, *(part.get(name, "–") for part in parts.values())] for name in names]
     rows = [row for row in rows if set(row[1:]) != {"–"}]
     return table(["", *parts], rows, title=f"{_count(model):,} parameters", right=parts)
-
-
-def _expert_column(size: GemmaSize, count: int, reads: str) -> dict[str, str]:
-    return {
-        "parameters": f"{count:,}",
-        "width": str(size.width),
-        "layers": str(size.depth),
-        "mlp": str(size.mlp_dim),
-        "heads": f"{size.num_heads} × {size.head_dim}, {size.num_kv_heads} key",
-        "LoRA": "–" if size.lora is None else f"rank {size.lora.rank}",
-        "reads": reads,
-    }
 
 
 def _tokens(model: Model) -> Table:
@@ -147,19 +142,18 @@ def _tokens(model: Model) -> Table:
     return table(("part", "tokens", "from"), rows, title="tokens", right=("tokens",))
 
 
-def _mask(model: Model) -> str:
-    from piston.models import masks
-
-    groups = model.token_groups()[len(model.config.cameras) :]
-    rows = [("images", False), *((group.name, group.starts_block) for group in groups)]
-    return masks.draw(rows, causal=[group.name for group in groups if group.is_causal])
-
-
 def _memory(model: Model) -> Table:
     """Return the memory of parameters and optimizer; activations come on top."""
+    import torch
+
+    from piston import weights
+    from piston.models.precision import cast_for_inference
+
     count = _count(model)
     adapters = sum(p.numel() for name, p in model.named_parameters() if "lora" in name)
-    in_bfloat16 = _bytes(2 * count + 2 * _num_always_float32(model))
+    held = weights.build_on_meta(model.config)
+    cast_for_inference(held, torch.bfloat16)
+    in_bfloat16 = _bytes(sum(p.numel() * p.element_size() for p in held.parameters()))
     # Training keeps float32 masters either way; bfloat16 halves activations, not weights.
     full = _bytes(_TRAINING_BYTES * count)
     rows = [
@@ -175,15 +169,3 @@ def _memory(model: Model) -> Table:
 
 def _bytes(number: float) -> str:
     return f"{number / 1e9:.2f} GB" if number >= 1e8 else f"{number / 1e6:.2f} MB"
-
-
-def _num_always_float32(model: Model) -> int:
-    """Return how many parameters stay float32 when the model is held in bfloat16."""
-    import torch
-
-    from piston import weights
-    from piston.models.precision import cast_for_inference
-
-    held = weights.build_on_meta(model.config)
-    cast_for_inference(held, torch.bfloat16)
-    return sum(p.numel() for p in held.parameters() if p.dtype == torch.float32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import tyro
@@ -13,7 +13,7 @@ from rich.tree import Tree
 from piston import presets
 from piston.cli.console import console, table
 from piston.config import DataConfig, TrainConfig
-from piston.models.configs import GemmaSize, ModelConfig, VisionSize, size_name
+from piston.models.configs import GemmaSize, VisionSize, size_name
 from piston.transforms import Transform
 
 
@@ -31,40 +31,22 @@ def _presets(name: Annotated[str | None, tyro.conf.Positional] = None) -> None:
         columns = ("name", "model", "robot", "data", "steps", "for")
         rows = map(_row, map(presets.get, presets.names()))
         console().print(table(columns, rows, title="Presets", right=("steps",)))
-    else:
-        show(presets.get(name))
+        return
+    preset = presets.get(name)
+    tree = Tree(f"[bold]{preset.name}[/bold]")
+    _add_fields(tree, preset)
+    console().print(tree)
+    console().print(_chain(preset.data_config()))
 
 
 def _row(preset: TrainConfig) -> tuple[str, ...]:
-    purpose = presets.purpose(preset)
-    return (
-        preset.name,
-        _model_cell(preset.model),
-        preset.data.robot,
-        _data_cell(preset),
-        f"{preset.num_train_steps:,}" if purpose == "training" else "–",
-        purpose,
-    )
-
-
-def _model_cell(model: ModelConfig) -> str:
+    model, data, purpose = preset.model, preset.data.repo_id, presets.purpose(preset)
+    steps = f"{preset.num_train_steps:,}" if purpose == "training" else "–"
+    if data is tyro.MISSING:
+        data = "yours: --data.repo-id" if purpose == "training" else "–"
     lora = " LoRA" if model.vlm.lora else ""
-    return f"{model.family}{lora}, horizon {model.action_horizon}"
-
-
-def _data_cell(preset: TrainConfig) -> str:
-    if preset.data.repo_id is not tyro.MISSING:
-        return preset.data.repo_id
-    return "yours: --data.repo-id" if presets.purpose(preset) == "training" else "–"
-
-
-def show(preset: TrainConfig) -> None:
-    """Print all fields of a preset and its transforms in the order in which they are applied."""
-    screen = console()
-    tree = Tree(f"[bold]{preset.name}[/bold]")
-    _add_fields(tree, preset)
-    screen.print(tree)
-    screen.print(_chain(preset.data_config()))
+    about = f"{model.family}{lora}, horizon {model.action_horizon}"
+    return preset.name, about, preset.data.robot, data, steps, purpose
 
 
 def _add_fields(tree: Tree, config: Any) -> None:
@@ -83,26 +65,31 @@ def _add_fields(tree: Tree, config: Any) -> None:
 def _chain(data: DataConfig) -> Tree:
     """Normalisation is shown without its numbers, so that no statistics are needed."""
     tree = Tree("[bold]transform chain[/bold]")
-    how = "quantiles q01…q99 → −1…1" if data.use_quantile_norm else "(x − mean) / std"
-    source = f"{data.assets_dir}/{data.asset_id}/norm_stats.json"
     if data.fake:
         tree.add("none: random samples in the model's own shapes")
         return tree
-    inputs = tree.add("from the data set to the model")
-    _add_transforms(inputs.add("repack (training only)"), data.repack_transforms.inputs)
-    _add_transforms(inputs.add("data transforms"), data.data_transforms.inputs)
-    inputs.add(f"Normalize: {how}   [dim]{source}[/dim]")
-    _add_transforms(inputs.add("model transforms"), data.model_transforms.inputs)
-    outputs = tree.add("from the model to the robot")
-    _add_transforms(outputs.add("model transforms"), data.model_transforms.outputs)
-    outputs.add("Unnormalize")
-    _add_transforms(outputs.add("data transforms"), data.data_transforms.outputs)
+    how = "quantiles q01…q99 → −1…1" if data.use_quantile_norm else "(x − mean) / std"
+    source = f"{data.assets_dir}/{data.asset_id}/norm_stats.json"
+    robot, model = data.data_transforms, data.model_transforms
+    directions: dict[str, dict[str, Sequence[Transform] | None]] = {
+        "from the data set to the model": {
+            "repack (training only)": data.repack_transforms.inputs,
+            "data transforms": robot.inputs,
+            f"Normalize: {how}   [dim]{source}[/dim]": None,
+            "model transforms": model.inputs,
+        },
+        "from the model to the robot": {
+            "model transforms": model.outputs,
+            "Unnormalize": None,
+            "data transforms": robot.outputs,
+        },
+    }
+    for direction, stages in directions.items():
+        branch = tree.add(direction)
+        for stage, transforms in stages.items():
+            listed = branch.add(stage)
+            for transform in transforms or ():
+                listed.add(escape(repr(transform)), highlight=True)
+            if transforms is not None and not transforms:
+                listed.add("[dim]none[/dim]")
     return tree
-
-
-def _add_transforms(tree: Tree, transforms: Iterable[Transform]) -> None:
-    transforms = list(transforms)
-    for transform in transforms:
-        tree.add(escape(repr(transform)), highlight=True)
-    if not transforms:
-        tree.add("[dim]none[/dim]")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
@@ -30,24 +29,16 @@ def _runs(folder: Annotated[Path, tyro.conf.Positional] = Path("checkpoints")) -
             f"There are no runs in {folder}. Start one: piston train PRESET --exp-name X"
         )
     columns = ("preset", "run", "step", "loss", "newest checkpoint")
-    rows = (
-        (
-            row["preset"],
-            row["name"],
-            _step(row),
-            "–" if row["loss"] is None else f"{row['loss']:.4f}",
-            "none yet" if row["checkpoint"] is None else str(row["checkpoint"]),
-        )
-        for row in runs
-    )
+    rows = []
+    for run in runs:
+        step = "–" if run["step"] is None else f"{run['step'] + 1:,}"
+        if run["num_train_steps"] is None:
+            step += " (run.json is damaged)"
+        elif run["step"] is not None:
+            step += f" of {run['num_train_steps']:,}"
+        loss = "–" if run["loss"] is None else f"{run['loss']:.4f}"
+        rows.append((run["preset"], run["name"], step, loss, str(run["checkpoint"] or "none yet")))
     console().print(table(columns, rows, title=f"Runs in {folder}", right=("step", "loss")))
-
-
-def _step(row: Mapping[str, Any]) -> str:
-    step = "–" if row["step"] is None else f"{row['step'] + 1:,}"
-    if row["num_train_steps"] is None:
-        return f"{step} (run.json is damaged)"
-    return step if row["step"] is None else f"{step} of {row['num_train_steps']:,}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -59,7 +59,10 @@ def run_serve(args: list[str]) -> None:
     logger.info("%s on %s", policy.model.config.family, policy.device)
     with contextlib.ExitStack() as stack:
         served: Policy | RecordingPolicy = policy
-        server = dataclasses.replace(arguments.server, name=_name(arguments))
+        name = arguments.checkpoint or f"random weights for {arguments.preset}"
+        if arguments.checkpoint is not None and "://" not in name:
+            name = str(Path(name).resolve())
+        server = dataclasses.replace(arguments.server, name=arguments.server.name or name)
         if arguments.record is not None:
             served = RecordingPolicy(policy, arguments.record, arguments.record_fps or 10.0)
             stack.callback(served.close)
@@ -71,24 +74,13 @@ def run_serve(args: list[str]) -> None:
         os._exit(0)
 
 
-def _name(arguments: ServeArguments) -> str:
-    if arguments.server.name is not None:
-        return arguments.server.name
-    if arguments.checkpoint is None:
-        return f"random weights for {arguments.preset}"
-    is_remote = "://" in arguments.checkpoint
-    return arguments.checkpoint if is_remote else str(Path(arguments.checkpoint).resolve())
-
-
 def _check(arguments: ServeArguments) -> None:
     """Raise ValueError for options without effect, before the model is loaded."""
     arguments.server.tls()
     if arguments.record is None and arguments.record_fps is not None:
         raise ValueError("--record-fps says how a recording is made; give --record as well.")
-    if arguments.record is not None and arguments.server.max_connections not in (
-        1,
-        ServerConfig.max_connections,
-    ):
+    usual = (1, ServerConfig.max_connections)
+    if arguments.record is not None and arguments.server.max_connections not in usual:
         raise ValueError("--record is for one robot: leave out --max-connections.")
     if arguments.random_weights and (arguments.dtype or arguments.device):
         raise ValueError(

@@ -69,14 +69,9 @@ def _record(
             codec=codec,
             progress=bar.show,
         )
-    console().print(
-        f"{out} holds {_count(recorded.num_episodes, 'episode', 'episodes')} of {task}: "
-        f"{_count(recorded.num_tried, 'try', 'tries')}, {time.monotonic() - began:.1f} s."
-    )
-
-
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
+    held = f"{recorded.num_episodes} episode{'s' * (recorded.num_episodes != 1)} of {task}"
+    tried = f"{recorded.num_tried} {'try' if recorded.num_tried == 1 else 'tries'}"
+    console().print(f"{out} holds {held}: {tried}, {time.monotonic() - began:.1f} s.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +106,15 @@ def run_eval(args: list[str]) -> None:
     seeds = _seeds(arguments)
     writer = VideoWriter(arguments.out / "videos") if arguments.video else None
     with contextlib.ExitStack() as stack:
-        infer, policy_name = _open_policy(arguments, len(seeds), stack)
+        infer: Infer
+        if arguments.policy.startswith(("ws://", "wss://")):
+            connections = min(arguments.num_environments, len(seeds))
+            server = infer_with_server(arguments.policy, connections)
+            infer, policy_name = stack.enter_context(server)
+        else:
+            from piston.inference import load_policy  # imports torch
+
+            infer, policy_name = infer_with_policy(load_policy(arguments.policy)), arguments.policy
         keep = stack.enter_context(_kept(arguments.out / "outcomes.jsonl"))
         bar = stack.enter_context(ProgressBar(arguments.task, "episodes", len(seeds), after=0))
         num_successes = 0
@@ -135,7 +138,10 @@ def run_eval(args: list[str]) -> None:
             on_outcome=on_outcome,
         )
         videos = [] if writer is None else writer.written
-        _remove_old_videos(arguments.out / "videos", videos)
+        for kind in ("success", "failure"):  # of an earlier evaluation, whose results are replaced
+            for path in (arguments.out / "videos").glob(f"{kind}_seed*.mp4"):
+                if path not in videos:
+                    path.unlink()
         dataclasses.replace(evaluation, videos=tuple(videos)).write(arguments.out)
     _show(evaluation, arguments.out)
 
@@ -150,17 +156,6 @@ def _seeds(arguments: EvalArguments) -> list[int]:
     if count is not None and count > len(seeds):
         raise ValueError(f"--episodes is {count}, but --seeds names only {len(seeds)}.")
     return seeds[:count]
-
-
-def _open_policy(
-    arguments: EvalArguments, num_episodes: int, stack: contextlib.ExitStack
-) -> tuple[Infer, str]:
-    if arguments.policy.startswith(("ws://", "wss://")):
-        connections = min(arguments.num_environments, num_episodes)
-        return stack.enter_context(infer_with_server(arguments.policy, connections))
-    from piston.inference import load_policy  # imports torch, which a server makes unnecessary
-
-    return infer_with_policy(load_policy(arguments.policy)), arguments.policy
 
 
 @contextlib.contextmanager
@@ -185,13 +180,6 @@ def _kept(path: Path) -> Iterator[Callable[[Outcome], None]]:
             error.add_note(f"The {num_kept} episodes that had ended are in {path}.")
         raise
     path.unlink(missing_ok=True)
-
-
-def _remove_old_videos(folder: Path, videos: list[Path]) -> None:
-    """Delete the videos of an earlier evaluation, whose results are about to be replaced."""
-    for path in (*folder.glob("success_seed*.mp4"), *folder.glob("failure_seed*.mp4")):
-        if path not in videos:
-            path.unlink()
 
 
 def _show(evaluation: Evaluation, out: Path) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from piston.report.markup import Markup, Missing, join, legend, mp4, note, tag
-from piston.report.plots import Line, small_plot
-from piston.sim.scores import RESULTS, Evaluation, Outcome, Rate, Trace, read_evaluation
+from piston.report.plots import Line, multiples, small_plot
+from piston.sim.scores import RESULTS, Evaluation, Outcome, Rate, read_evaluation
 
 _LOOKS = {
     "held": "fulfilled, and still at the end",
@@ -47,11 +47,11 @@ def success(evaluations: Sequence[Evaluation], hint: str) -> Markup | Missing:
     """Return the section with the outcome of every episode; `hint` says how to get one."""
     if not evaluations:
         return Missing(f"the policy was not evaluated. {hint}")
-    parts = (_evaluation(evaluation, len(evaluations) > 1) for evaluation in evaluations)
+    parts = (_outcomes(evaluation, len(evaluations) > 1) for evaluation in evaluations)
     return join([legend((f"cell {look}", text) for look, text in _LOOKS.items()), *parts])
 
 
-def _evaluation(evaluation: Evaluation, several: bool) -> Markup:
+def _outcomes(evaluation: Evaluation, several: bool) -> Markup:
     facts = (
         f"{evaluation.task}: {evaluation.success} fulfilled at some time, {evaluation.held} still "
         f"at the end. Policy {evaluation.policy}, {evaluation.execute_horizon} steps of each chunk "
@@ -63,20 +63,17 @@ def _evaluation(evaluation: Evaluation, several: bool) -> Markup:
             "is an episode in which the robot did not do what it was not asked for. The same "
             f"starts with the sentence that is counted are in the other evaluation. {facts}"
         )
-    groups = evaluation.by_prompt
-    grids = (_grid(prompt, outcomes, len(groups) > 1) for prompt, outcomes in groups.items())
-    title = tag("h3", evaluation.name) if several else None
-    return join([title, note(facts), *grids])
-
-
-def _grid(prompt: str, outcomes: Sequence[Outcome], titled: bool) -> Markup:
-    rate = Rate.of(outcomes)
-    title = tag("h4", f"“{prompt}” ", tag("span", rate, class_="quiet-text")) if titled else None
-    cells = (
-        tag("span", outcome.seed, class_=f"cell {_look(outcome)}", title=_described(outcome))
-        for outcome in outcomes
-    )
-    return join([title, tag("div", *cells, class_="seeds")])
+    parts = [tag("h3", evaluation.name) if several else None, note(facts)]
+    for prompt, outcomes in evaluation.by_prompt.items():
+        if len(evaluation.by_prompt) > 1:
+            rate = tag("span", Rate.of(outcomes), class_="quiet-text")
+            parts.append(tag("h4", f"“{prompt}” ", rate))
+        cells = (
+            tag("span", outcome.seed, class_=f"cell {_look(outcome)}", title=_described(outcome))
+            for outcome in outcomes
+        )
+        parts.append(tag("div", *cells, class_="seeds"))
+    return join(parts)
 
 
 def _look(outcome: Outcome) -> str:
@@ -94,26 +91,16 @@ def videos(evaluations: Sequence[Evaluation], hint: str) -> Markup | Missing:
     filmed = [evaluation for evaluation in evaluations if evaluation.videos]
     if not filmed:
         return Missing(f"there are no videos. {hint}")
-    return join(_films(evaluation, len(filmed) > 1) for evaluation in filmed)
-
-
-def _films(evaluation: Evaluation, several: bool) -> Markup:
-    title = tag("h3", evaluation.name) if several else None
-    films = (_film(path, evaluation) for path in evaluation.videos)
-    return join([title, tag("div", *films, class_="films")])
-
-
-def _film(path: Path, evaluation: Evaluation) -> Markup:
-    video = tag(
-        "video",
-        src=mp4(path),
-        controls=True,
-        muted=True,
-        loop=True,
-        autoplay=True,
-        playsinline=True,
-    )
-    return tag("figure", video, tag("figcaption", _described(evaluation.outcome_of(path))))
+    options = dict.fromkeys(("controls", "muted", "loop", "autoplay", "playsinline"), True)
+    parts = []
+    for evaluation in filmed:
+        films = []
+        for path in evaluation.videos:
+            caption = tag("figcaption", _described(evaluation.outcome_of(path)))
+            films.append(tag("figure", tag("video", src=mp4(path), **options), caption))
+        parts.append(tag("h3", evaluation.name) if len(filmed) > 1 else None)
+        parts.append(tag("div", *films, class_="films"))
+    return join(parts)
 
 
 def executed(evaluations: Sequence[Evaluation], hint: str) -> Markup | Missing:
@@ -129,26 +116,17 @@ def executed(evaluations: Sequence[Evaluation], hint: str) -> Markup | Missing:
         f"was executed ({result.execute_horizon} steps of each). Where a chunk's end and the next "
         "chunk agree, the policy kept to its plan."
     )
-    figures = (_dimension(trace, dim) for dim in range(trace.executed.shape[1]))
-    return join(
-        [
-            note(text),
-            legend([("ink", "executed"), ("accent", "predicted")]),
-            tag("div", *figures, class_="multiples"),
-        ]
-    )
-
-
-def _dimension(trace: Trace, dim: int) -> Markup:
     steps = np.arange(trace.chunks.shape[1])
-    lines = [
-        Line((start + steps) / trace.hz, chunk[:, dim], "accent", opacity=0.6)
-        for start, chunk in zip(trace.starts, trace.chunks)
-    ]
-    done = trace.executed[:, dim]
-    lines.append(Line(np.arange(len(done)) / trace.hz, done, "ink"))
     widest = float(np.ptp(trace.executed, axis=0).max())
-    return small_plot(trace.names[dim], lines, widest=widest)
+    figures = []
+    for dim, done in enumerate(trace.executed.T):
+        lines = [
+            Line((start + steps) / trace.hz, chunk[:, dim], "accent", opacity=0.6)
+            for start, chunk in zip(trace.starts, trace.chunks)
+        ]
+        lines.append(Line(np.arange(len(done)) / trace.hz, done, "ink"))
+        figures.append(small_plot(trace.names[dim], lines, widest=widest))
+    return multiples(text, [("ink", "executed"), ("accent", "predicted")], figures)
 
 
 def write_animation(path: Path, evaluations: Sequence[Evaluation]) -> None:
@@ -163,49 +141,28 @@ def write_animation(path: Path, evaluations: Sequence[Evaluation]) -> None:
     if not videos:
         raise ValueError("There are no videos to animate. Run: piston eval … --video")
     path.parent.mkdir(parents=True, exist_ok=True)
-    films = [(_frames(video), _colour(result, video)) for result, video in videos]
-    fps = _frame_rate(videos[0][1])
-    title = f"{'   '.join(map(_caption, evaluations))}   {_SPEED} times as fast"
+    films, rates = [], []
+    for result, video in videos:
+        with av.open(str(video)) as container:
+            rates.append(float(container.streams.video[0].average_rate or 10))
+            chosen = itertools.islice(container.decode(video=0), 0, None, _SPEED)
+            frames = [frame.to_image().resize((_WIDTH, _HEIGHT)) for frame in chosen]
+        colour = _SUCCESS if result.outcome_of(video).success else _FAILURE
+        films.append((frames, _NEUTRAL if result.opposite else colour))
+    captions = (
+        f"{'asked for the opposite (grey)' if result.opposite else result.task}: {result.success}"
+        for result in evaluations
+    )
+    title = f"{'   '.join(captions)}   {_SPEED} times as fast"
     length = max(len(frames) for frames, _ in films)
     pages = [_page(films, index, title) for index in range(length)]
-    durations = [round(1000 / fps)] * (len(pages) - 1) + [round(1000 * _SECONDS_AT_THE_END)]
+    durations = [round(1000 / rates[0])] * (len(pages) - 1) + [round(1000 * _SECONDS_AT_THE_END)]
+    options = {"append_images": pages[1:], "duration": durations, "loop": 0, "method": 4}
     for quality in _QUALITIES:
-        pages[0].save(
-            path,
-            "WEBP",
-            save_all=True,
-            append_images=pages[1:],
-            duration=durations,
-            loop=0,
-            quality=quality,
-            method=4,
-        )
+        pages[0].save(path, "WEBP", save_all=True, quality=quality, **options)
         if path.stat().st_size <= MAX_BYTES:
             return
     raise ValueError(f"{path} has {path.stat().st_size:,} bytes, more than {MAX_BYTES:,}.")
-
-
-def _frames(video: Path) -> list[Image.Image]:
-    with av.open(str(video)) as container:
-        chosen = itertools.islice(container.decode(video=0), 0, None, _SPEED)
-        return [frame.to_image().resize((_WIDTH, _HEIGHT)) for frame in chosen]
-
-
-def _frame_rate(video: Path) -> float:
-    with av.open(str(video)) as container:
-        return float(container.streams.video[0].average_rate or 10)
-
-
-def _colour(result: Evaluation, video: Path) -> Colour:
-    if result.opposite:
-        return _NEUTRAL
-    return _SUCCESS if result.outcome_of(video).success else _FAILURE
-
-
-def _caption(result: Evaluation) -> str:
-    if result.opposite:
-        return f"asked for the opposite (grey): {result.success}"
-    return f"{result.task}: {result.success}"
 
 
 def _page(films: list[tuple[list[Image.Image], Colour]], index: int, title: str) -> Image.Image:

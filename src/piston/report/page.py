@@ -11,7 +11,7 @@ from pathlib import Path
 import piston
 from piston.inference import load_policy
 from piston.report.evaluation import executed, find_evaluations, success, videos
-from piston.report.markup import Markup, Missing, duration, join, lone_tag, short, tag
+from piston.report.markup import Markup, Missing, duration, lone_tag, note, short, tag
 from piston.report.prediction import Prediction, chunk, denoising, predict
 from piston.report.timings import Stages, read_stages, timings
 from piston.report.training import Run, read_run, training
@@ -98,17 +98,33 @@ def _read_policy(run: Run, use_policy: bool) -> tuple[Sample | Missing, Predicti
 def render(contents: Contents) -> str:
     config = contents.run.config
     title = f"{config.name} · {config.exp_name}"
-    sections = _sections(contents)
-    links = (
-        tag("a", name, href=f"#{_anchor(name)}")
-        for name, section in sections.items()
-        if not isinstance(section, Missing)
+    links, sections = [], []
+    for name, section in _sections(contents).items():
+        if isinstance(section, Missing):
+            text = f" left out: {section.why}"
+            sections.append(tag("p", tag("b", name), text, class_="missing"))
+        else:
+            anchor = re.sub(r"\W+", "-", name.lower())
+            links.append(tag("a", name, href=f"#{anchor}"))
+            sections.append(tag("section", tag("h2", name), section, id=anchor))
+    subtitle = note(f"{config.model.family} on {config.data.robot}, {contents.run.folder}")
+    header = tag("header", tag("h1", title), subtitle, tag("nav", *links))
+    cards = (
+        tag("div", tag("h3", what), tag("b", number), tag("p", remark), class_="card")
+        for what, number, remark in _figures(contents)
     )
-    subtitle = f"{config.model.family} on {config.data.robot}, {contents.run.folder}"
-    header = tag("header", tag("h1", title), tag("p", subtitle, class_="note"), tag("nav", *links))
-    built = (_section(name, section) for name, section in sections.items())
     footer = tag("footer", f"Piston {piston.__version__}. Every number here was measured.")
-    return _document(title, tag("main", header, _headline(contents), *built, footer))
+    body = tag("main", header, tag("div", *cards, class_="cards"), *sections, footer)
+    head = tag(
+        "head",
+        lone_tag("meta", charset="utf-8"),
+        lone_tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        # Nothing is ever fetched: no icon either.
+        lone_tag("link", rel="icon", href="data:,"),
+        tag("title", title),
+        tag("style", Markup(Path(__file__).with_name("style.css").read_text("utf-8"))),
+    )
+    return "<!doctype html>\n" + tag("html", head, tag("body", body), lang="en")
 
 
 def _sections(contents: Contents) -> dict[str, Markup | Missing]:
@@ -134,10 +150,6 @@ def _sections(contents: Contents) -> dict[str, Markup | Missing]:
         sections["Transforms"] = transforms(sample, () if shown is None else shown.trace)
     sections["Timings"] = timings(contents.stages, contents.run, evaluations, prediction)
     return sections
-
-
-def _headline(contents: Contents) -> Markup:
-    return tag("div", *(_card(*figures) for figures in _figures(contents)), class_="cards")
 
 
 def _figures(contents: Contents) -> list[tuple[str, str, str]]:
@@ -167,30 +179,3 @@ def _figures(contents: Contents) -> list[tuple[str, str, str]]:
         gigabytes = contents.stages.peak_memory_bytes / 1e9
         found.append(("peak memory", f"{gigabytes:.2f} GB", f"of {contents.stages.peak_memory_of}"))
     return found
-
-
-def _card(what: str, number: str, remark: str) -> Markup:
-    return tag("div", tag("h3", what), tag("b", number), tag("p", remark), class_="card")
-
-
-def _section(name: str, part: Markup | Missing) -> Markup:
-    if isinstance(part, Missing):
-        return tag("p", tag("b", name), f" left out: {part.why}", class_="missing")
-    return tag("section", tag("h2", name), part, id=_anchor(name))
-
-
-def _anchor(name: str) -> str:
-    return re.sub(r"\W+", "-", name.lower())
-
-
-def _document(title: str, body: Markup) -> str:
-    head = tag(
-        "head",
-        lone_tag("meta", charset="utf-8"),
-        lone_tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        # Nothing is ever fetched: no icon either.
-        lone_tag("link", rel="icon", href="data:,"),
-        tag("title", title),
-        tag("style", Markup(Path(__file__).with_name("style.css").read_text("utf-8"))),
-    )
-    return "<!doctype html>\n" + tag("html", join([head, tag("body", body)]), lang="en")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from piston.report.markup import Markup, join, legend, lone_tag, tag
+from piston.report.markup import Markup, join, legend, lone_tag, note, tag
 
 # Markers that show their values when pointed at; more of them would only be a thick line.
 _MAX_MARKERS = 300
@@ -177,13 +177,11 @@ def _formatted(values: Sequence[float]) -> list[str]:
     """Format the ticks of one axis, all in the same way."""
     largest = max(map(abs, values), default=0.0)
     if largest and not 1e-2 <= largest < 1e6:
-        return [f"{value:.2g}" if value == 0 else _power(value) for value in values]
+        # 1.5e-3 instead of 1.5e-03, 2e7 instead of 2.0e+07.
+        parts = (f"{value:.1e}".split("e") for value in values)
+        powers = [f"{mantissa.removesuffix('.0')}e{int(power)}" for mantissa, power in parts]
+        return ["0" if value == 0 else text for value, text in zip(values, powers)]
     return [f"{value:,.10g}" for value in values]
-
-
-def _power(value: float) -> str:
-    mantissa, _, exponent = f"{value:.1e}".partition("e")
-    return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
 
 
 # Dimensions that hardly move get an axis of at least this share of the widest one's.
@@ -204,3 +202,10 @@ def small_plot(
         *(280, 150, x_label), min_span=_LEAST_SHARE * widest, num_x_ticks=4, num_y_ticks=3
     )
     return tag("figure", title, plot(lines, frame))
+
+
+def multiples(
+    text: str, looks: Iterable[tuple[str, str]], figures: Iterable[Markup], *above: Markup
+) -> Markup:
+    """Return a section of small plots with one legend; `above` stands between note and legend."""
+    return join([note(text), *above, legend(looks), tag("div", *figures, class_="multiples")])

@@ -18,8 +18,8 @@ from torch import Tensor
 from piston.config import DataConfig
 from piston.inference.policy import Policy
 from piston.observation import Observation
-from piston.report.markup import Markup, Missing, heat_map, image, join, legend, note, png, tag
-from piston.report.plots import Line, small_plot
+from piston.report.markup import Markup, Missing, heat_map, image, png, tag
+from piston.report.plots import Line, multiples, small_plot
 from piston.report.transforms import Sample, TraceStep, follow
 
 _NUM_DRAWS = 4
@@ -116,36 +116,25 @@ def _timed(policy: Policy, request: Mapping[str, Any]) -> tuple[float, ...]:
 def chunk(sample: Sample, prediction: Prediction) -> Markup:
     """Return the section with the policy's chunks against what was recorded."""
     draws = len(prediction.chunks)
-    text = (
-        f"{_place(sample)}. Lines show {draws} chunk{'s' * (draws > 1)} of {len(sample.recorded)} "
-        f"steps ({len(sample.recorded) / sample.fps:.1f} s), from as many draws of noise, in the "
-        "robot's own space. The number is the mean distance of the first from what was recorded."
-    )
-    figures = (_joint(sample, prediction, dim) for dim in range(len(sample.names)))
-    return join(
-        [
-            note(text),
-            legend([("ink", "recorded"), ("accent", "policy")]),
-            tag("div", *figures, class_="multiples"),
-        ]
-    )
-
-
-def _place(sample: Sample) -> str:
     known = "held out of training" if sample.held_out else "part of what was trained on"
-    return f"Episode {sample.episode}, frame {sample.frame} of {sample.repo_id} ({known})"
-
-
-def _joint(sample: Sample, prediction: Prediction, dim: int) -> Markup:
+    text = (
+        f"Episode {sample.episode}, frame {sample.frame} of {sample.repo_id} ({known}). Lines show "
+        f"{draws} chunk{'s' * (draws > 1)} of {len(sample.recorded)} steps "
+        f"({len(sample.recorded) / sample.fps:.1f} s), from as many draws of noise, in the robot's "
+        "own space. The number is the mean distance of the first from what was recorded."
+    )
     seconds = np.arange(len(sample.recorded)) / sample.fps
-    recorded, chunks = sample.recorded[:, dim], prediction.chunks[:, :, dim]
-    error = np.abs(chunks[0] - recorded)[sample.is_real].mean()
-    # Behind the end of the episode nothing was recorded.
-    real = np.where(sample.is_real, recorded, np.nan)
-    lines = [Line(seconds, one, "accent", opacity=0.35) for one in chunks[1:]]
-    lines += [Line(seconds, chunks[0], "accent"), Line(seconds, real, "ink")]
     widest = float(np.ptp(sample.recorded[sample.is_real], axis=0).max())
-    return small_plot(sample.names[dim], lines, value=f"{error:.2g}", widest=widest)
+    figures = []
+    for dim, name in enumerate(sample.names):
+        recorded, chunks = sample.recorded[:, dim], prediction.chunks[:, :, dim]
+        error = np.abs(chunks[0] - recorded)[sample.is_real].mean()
+        # Behind the end of the episode nothing was recorded.
+        real = np.where(sample.is_real, recorded, np.nan)
+        lines = [Line(seconds, one, "accent", opacity=0.35) for one in chunks[1:]]
+        lines += [Line(seconds, chunks[0], "accent"), Line(seconds, real, "ink")]
+        figures.append(small_plot(name, lines, value=f"{error:.2g}", widest=widest))
+    return multiples(text, [("ink", "recorded"), ("accent", "policy")], figures)
 
 
 def denoising(sample: Sample, prediction: Prediction) -> Markup | Missing:
@@ -159,21 +148,12 @@ def denoising(sample: Sample, prediction: Prediction) -> Markup | Missing:
         f"the chunk; blue is −{_NOISE_LIMIT:g}, orange +{_NOISE_LIMIT:g}. Below, the "
         "dimensions that move most."
     )
-    return join(
-        [
-            note(text),
-            _strip(shown),
-            legend([("ink", "recorded"), ("accent", "actions (time 0)"), ("fade", "on the way")]),
-            tag("div", *_most_moving(sample, shown), class_="multiples"),
-        ]
-    )
-
-
-def _strip(shown: Denoising) -> Markup:
     last = len(shown.passed) - 1
     chosen = np.unique(np.linspace(0, last, min(_MAX_PICTURES, last + 1)).round().astype(int))
-    figures = [_heat(shown.passed[step], f"time {1 - step / last:.2g}") for step in chosen]
-    return tag("div", *figures, _heat(shown.recorded, "recorded"), class_="strip")
+    pictures = [_heat(shown.passed[step], f"time {1 - step / last:.2g}") for step in chosen]
+    strip = tag("div", *pictures, _heat(shown.recorded, "recorded"), class_="strip")
+    looks = [("ink", "recorded"), ("accent", "actions (time 0)"), ("fade", "on the way")]
+    return multiples(text, looks, _most_moving(sample, shown), strip)
 
 
 def _heat(values: np.ndarray, text: str) -> Markup:

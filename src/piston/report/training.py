@@ -32,7 +32,6 @@ class Run:
 
     @cached_property
     def checkpoint(self) -> Path | None:
-
         step = newest_whole_step(self.folder)
         return None if step is None else self.folder / str(step)
 
@@ -83,26 +82,17 @@ def training(run: Run) -> Markup | Missing:
         _small(run, "gradient_norm", "gradient norm", last=True),
         class_="scrolls wide",
     )
-    return join([curves, _skipped(run), _first_batch(run)])
+    count = int(sum(run.curve("skipped_steps")[1]))
+    skipped = note(f"{count} steps were skipped: not finite.") if count else None
+    return join([curves, skipped, _first_batch(run)])
 
 
 def _small(run: Run, name: str, label: str, last: bool) -> Markup:
     steps, values = run.curve(name)
     log = name == "gradient_norm" and is_wide(values)
-    frame = Frame(
-        *(960, 130 if last else 110),
-        "step" if last else "",
-        label,
-        log=log,
-        markers=True,
-        num_y_ticks=3,
-    )
+    size = (960, 130, "step") if last else (960, 110, "")
+    frame = Frame(*size, label, log=log, markers=True, num_y_ticks=3)
     return plot([Line(steps, values, "quiet", label)], frame)
-
-
-def _skipped(run: Run) -> Markup | None:
-    count = int(sum(run.curve("skipped_steps")[1]))
-    return note(f"{count} steps were skipped: not finite.") if count else None
 
 
 def _first_batch(run: Run) -> Markup | None:

@@ -6,6 +6,7 @@ Dims: h steps read, a action dim.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -141,12 +142,11 @@ def transforms(sample: Sample, back: Sequence[TraceStep]) -> Markup:
 
 
 def _chain(trace: Sequence[TraceStep], first: str) -> Markup:
-    before: Data = {}
-    steps = []
-    for step in trace:
-        after = flatten_dict(step.data)
-        steps.append(_step(step, step.name or first, before, after))
-        before = after
+    contents = [{}, *(flatten_dict(step.data) for step in trace)]
+    steps = [
+        _step(step, step.name or first, before, after)
+        for step, (before, after) in zip(trace, itertools.pairwise(contents))
+    ]
     return tag("ol", *steps, class_="chain")
 
 
