@@ -1,5 +1,7 @@
 """Presets of the DROID robot (a Franka arm with two cameras)."""
 
+import dataclasses
+
 from piston.config import AssetsConfig, CosineDecaySchedule, TrainConfig
 from piston.models.configs import ModelConfig, Pi0Config, Pi0FASTConfig
 from piston.robots.simple import (
@@ -20,7 +22,6 @@ def _rlds(name: str, version: str, weight: float) -> RLDSDataset:
     return RLDSDataset(name, version, weight, filter_dict_path=ranges)
 
 
-_ALL_OF_DROID = (_rlds("droid", "1.0.1", 1.0),)
 _WITH_POLARIS = (
     _rlds("droid", "1.0.1", 0.9),
     _rlds("polaris_droid_cotrain_dataset", "1.0.0", 0.1),
@@ -47,6 +48,21 @@ def _polaris(name: str, model: ModelConfig) -> TrainConfig:
     )
 
 
+_FAST_ON_DROID = TrainConfig(
+    name="pi0_fast_full_droid_finetune",
+    model=Pi0FASTConfig(action_dim=8, action_horizon=16, max_token_len=180),
+    data=RLDSDroidDataConfig(
+        repo_id="droid", rlds_data_dir=_RLDS_DIR, datasets=(_rlds("droid", "1.0.1", 1.0),)
+    ),
+    weights=f"{_CHECKPOINTS}/pi0_fast_base/params",
+    lr_schedule=_FLAT,
+    num_train_steps=100_000,
+    batch_size=256,
+    num_workers=0,
+    save_interval=5_000,
+    keep_period=20_000,
+)
+
 PRESETS = (
     # For inference.
     TrainConfig("pi0_droid", model=Pi0Config(action_horizon=10), data=_DROID),
@@ -55,33 +71,16 @@ PRESETS = (
     ),
     TrainConfig("pi05_droid", model=Pi0Config(pi05=True, action_horizon=15), data=_DROID),
     # For fine-tuning.
-    TrainConfig(
-        name="pi0_fast_full_droid_finetune",
-        model=Pi0FASTConfig(action_dim=8, action_horizon=16, max_token_len=180),
-        data=RLDSDroidDataConfig(repo_id="droid", rlds_data_dir=_RLDS_DIR, datasets=_ALL_OF_DROID),
-        weights=f"{_CHECKPOINTS}/pi0_fast_base/params",
-        lr_schedule=_FLAT,
-        num_train_steps=100_000,
-        batch_size=256,
-        num_workers=0,
-        save_interval=5_000,
-        keep_period=20_000,
-    ),
-    TrainConfig(
+    _FAST_ON_DROID,
+    dataclasses.replace(
+        _FAST_ON_DROID,
         name="pi05_full_droid_finetune",
         model=Pi0Config(pi05=True, action_horizon=16),
-        data=RLDSDroidDataConfig(
-            repo_id="droid",
+        data=dataclasses.replace(
+            _FAST_ON_DROID.data,
             assets=AssetsConfig(f"{_CHECKPOINTS}/pi05_base/assets/", "droid"),
-            rlds_data_dir=_RLDS_DIR,
-            datasets=_ALL_OF_DROID,
         ),
         weights=f"{_CHECKPOINTS}/pi05_base/params",
-        lr_schedule=_FLAT,
-        num_train_steps=100_000,
-        batch_size=256,
-        num_workers=0,
-        save_interval=5_000,
         keep_period=10_000,
     ),
     TrainConfig(

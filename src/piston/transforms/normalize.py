@@ -10,6 +10,7 @@ Dims: d dimensions of a state or action; `*b` any leading axes.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import json
 import logging
@@ -82,7 +83,7 @@ class NormStats:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Normalization:
+class _Normalization(abc.ABC):
     """What `Normalize` and `Unnormalize` have in common."""
 
     norm_stats: Mapping[str, NormStats]
@@ -124,8 +125,8 @@ class _Normalization:
             )
         return values
 
-    def _convert(self, values: np.ndarray, key: str, stats: NormStats) -> np.ndarray:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _convert(self, values: np.ndarray, key: str, stats: NormStats) -> np.ndarray: ...
 
     def _mismatch(self, values: np.ndarray, key: str, stats: NormStats) -> ValueError:
         return ValueError(
