@@ -19,6 +19,7 @@ import dataclasses
 import errno
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -90,7 +91,10 @@ def resolve(location: str | os.PathLike[str], *, force: bool = False) -> Path:
     text = os.fspath(location)
     match = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", text)
     if match is None or match[1].lower() == "file":
-        path = Path(_path_of_file_url(text) if match else text).expanduser()
+        url = urllib.parse.urlsplit(text if match else "")
+        if url.netloc not in ("", "localhost"):
+            raise ValueError(f"{text} names the host {url.netloc!r}; write file:///path.")
+        path = Path(urllib.request.url2pathname(url.path) if match else text).expanduser()
         if not path.exists():
             raise FileNotFoundError(f"{path.absolute()} does not exist (asked for: {text}).")
         return path
@@ -116,13 +120,6 @@ def resolve(location: str | os.PathLike[str], *, force: bool = False) -> Path:
 
 
 # Names.
-
-
-def _path_of_file_url(location: str) -> str:
-    url = urllib.parse.urlsplit(location)
-    if url.netloc not in ("", "localhost"):
-        raise ValueError(f"{location} names the host {url.netloc!r}; write file:///path.")
-    return urllib.request.url2pathname(url.path)
 
 
 def _parts(location: str) -> list[str]:
@@ -223,7 +220,13 @@ def _download(location: str, target: Path, force: bool) -> None:
     if SCHEMES[scheme].is_http:
         open_stream: OpenStream = functools.partial(_open_http, location)
     else:
-        files = _file_system(location, target)
+        try:
+            files = fsspec.filesystem(scheme, skip_instance_cache=True)
+        except ImportError as error:
+            raise ImportError(
+                f"{location} needs a package that is not installed: {error}. "
+                f"Run: {SCHEMES[scheme].install}\nOr {_instructions(location, target)}"
+            ) from error
         info = _ask(location, lambda: files.info(path.rstrip("/")))
         if info["type"] == "directory":
             _download_folder(files, info["name"].rstrip("/"), target, location, force)
@@ -232,17 +235,6 @@ def _download(location: str, target: Path, force: bool) -> None:
     there = 0 if force else _size_of(_partial_of(target))
     with ProgressBar(target.name, BYTES, done=there, after=1) as bar:
         _fetch(open_stream, target, bar.show, force)
-
-
-def _file_system(location: str, target: Path) -> Any:
-    scheme = location.partition("://")[0]
-    try:
-        return fsspec.filesystem(scheme, skip_instance_cache=True)
-    except ImportError as error:
-        raise ImportError(
-            f"{location} needs a package that is not installed: {error}. "
-            f"Run: {SCHEMES[scheme].install}\nOr {_instructions(location, target)}"
-        ) from error
 
 
 def _download_folder(files: Any, root: str, target: Path, location: str, force: bool) -> None:
@@ -376,11 +368,10 @@ def _fetch(open_stream: OpenStream, target: Path, show: Show, force: bool) -> No
     target.parent.mkdir(parents=True, exist_ok=True)
     if force:
         partial.unlink(missing_ok=True)
-    failed = False
+    tries = itertools.count()
 
     def attempt() -> None:
-        nonlocal failed
-        again, failed = failed, True
+        again = next(tries) > 0
         _attempt(lambda start: open_stream(start, again), partial, version, show)
 
     _retry(attempt, target.name, lambda: _size_of(partial))
@@ -481,11 +472,7 @@ def _open_file(files: Any, path: str, location: str, start: int, again: bool) ->
 
 
 def _ask(location: str, question: Callable[[], T]) -> T:
-    def attempt() -> T:
-        with _sorted_errors(location):
-            return question()
-
-    return _retry(attempt, location)
+    return _retry(_sorted_errors(location)(question), location)
 
 
 @contextlib.contextmanager

@@ -111,7 +111,13 @@ def _plain(value: Any, where: str) -> Any:
             for field in dataclasses.fields(value)
             if field.init
         }
-        return {_TYPE: _registered_name(type(value), where), **fields}
+        if type(value) not in _names:
+            raise TypeError(
+                f"{where} is a {type(value).__name__}, which is not registered, so that no "
+                'checkpoint could be read again. Write @register("a_name") (piston.serialization) '
+                "above its definition."
+            )
+        return {_TYPE: _names[type(value)], **fields}
     if isinstance(value, Mapping):
         if bad := [key for key in value if not isinstance(key, str) or key == _TYPE]:
             raise TypeError(f"{where} has keys that JSON cannot carry back: {bad}.")
@@ -186,15 +192,6 @@ def _find_class(name: Any, where: str) -> type:
             "the module that defines it, or name that module in PISTON_PRESETS."
         )
     return found
-
-
-def _registered_name(cls: type, where: str) -> str:
-    if cls not in _names:
-        raise TypeError(
-            f"{where} is a {cls.__name__}, which is not registered, so that no checkpoint could be "
-            f'read again. Write @register("a_name") (piston.serialization) above its definition.'
-        )
-    return _names[cls]
 
 
 def _qualified_name(cls: type) -> str:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from piston.cli import main
-from piston.verification.quantity import close, equal
+from piston.verification import close, equal
 
 
 def test_the_reference_transforms_hold(reference, capsys):

@@ -11,7 +11,7 @@ from rich.markup import escape
 from piston.cli.console import console
 
 if TYPE_CHECKING:
-    from piston.verification.quantity import Quantity
+    from piston.verification import Quantity
 
 
 def run_verify(args: list[str]) -> int:

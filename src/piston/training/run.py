@@ -25,7 +25,7 @@ from piston.training.distributed import Processes
 from piston.training.optimizer import freeze_parameters
 from piston.training.trackers import METRICS, WANDB_ID, read_metrics, remove_metrics_after
 from piston.transforms import flatten_dict
-from piston.weights.errors import check_match
+from piston.weights.expected import check_match
 
 logger = logging.getLogger(__name__)
 

@@ -38,7 +38,7 @@ from piston.transforms.normalize import (
     write_norm_stats,
 )
 from piston.transforms.prompts import ExtractFASTActions, TokenizeFASTInputs, TokenizePrompt
-from piston.verification.quantity import Quantity, close, equal, failed
+from piston.verification import Quantity, close, equal, failed
 
 # Decoders and parquet are imported only to replay a data set.
 if TYPE_CHECKING:
@@ -66,27 +66,30 @@ def replay_transforms(path: Path) -> Iterator[Quantity]:
     for name in sorted((*facts, *arrays)):
         if not _UNDERSTOOD.match(name):
             yield failed(name, "not understood: nothing here compares it")
-    yield from _masks(facts)
-    yield from _schedules(facts)
+    yield from _masks_and_schedules(facts)
     yield from _aloha(arrays)
     yield from _normalization(arrays)
-    yield from _resize(arrays)
+    for name in sorted(arrays):
+        if found := re.fullmatch(r"(resize/.*)/in", name):
+            expected = arrays[f"{found[1]}/out"]
+            height, width = expected.shape[-3:-1]
+            yield equal(found[1], resize_with_pad(arrays[name], height, width), expected)
     if "prompts" in facts or "fast" in facts:
-        text = _paligemma(path.parent)
+        # The tokenizers beside the case if there are any, else the public ones.
+        beside = path.parent / "tokenizers"
+        model, folder = beside / "paligemma_tokenizer.model", beside / "fast"
+        text = PaligemmaTokenizer(*([str(model)] if model.is_file() else []))
+        fast = FASTTokenizer(*([str(folder)] if folder.is_dir() else []))
         yield from _prompts(facts.get("prompts", []), text)
-        yield from _fast(facts.get("fast", []), text, _public_fast(path.parent))
+        yield from _fast(facts.get("fast", []), text, fast)
 
 
-def _masks(facts: dict[str, Any]) -> Iterator[Quantity]:
-    for name, expected in facts.items():
+def _masks_and_schedules(facts: dict[str, Any]) -> Iterator[Quantity]:
+    for name, case in facts.items():
         if call := re.fullmatch(r"make_bool_mask\(([-\d, ]*)\)", name):
             dims = [int(word) for word in call[1].split(",") if word.strip()]
-            yield equal(name, make_bool_mask(*dims), expected)
-
-
-def _schedules(facts: dict[str, Any]) -> Iterator[Quantity]:
-    for name, case in facts.items():
-        if name.startswith("lr/"):
+            yield equal(name, make_bool_mask(*dims), case)
+        elif name.startswith("lr/"):
             schedule = CosineDecaySchedule(**case["args"])
             rates = np.array([schedule(step) for step in case["steps"]])
             # Relative to the largest rate: an absolute 1e-6 would not test rates of 1e-5.
@@ -106,16 +109,11 @@ def _aloha(arrays: _Arrays) -> Iterator[Quantity]:
         # The adapter needs an image; it does not change the values.
         black = np.zeros((*state.shape[:-1], 2, 2, 3), np.uint8)
         inputs = to_model({"images": {"cam_high": black}, "state": state, "actions": actions})
-        yield close(f"{case}/state", inputs["state"], arrays[f"{case}/state"], _TOLERANCE)
-        yield close(
-            f"{case}/model_actions", inputs["actions"], arrays[f"{case}/model_actions"], _TOLERANCE
-        )
-        back = to_robot(
-            {"state": arrays[f"{case}/state"], "actions": arrays[f"{case}/model_actions"]}
-        )
-        yield close(
-            f"{case}/robot_actions", back["actions"], arrays[f"{case}/robot_actions"], _TOLERANCE
-        )
+        expected = {n: arrays[f"{case}/{n}"] for n in ("state", "model_actions", "robot_actions")}
+        back = to_robot({"state": expected["state"], "actions": expected["model_actions"]})
+        found = (inputs["state"], inputs["actions"], back["actions"])
+        for actual, (name, value) in zip(found, expected.items()):
+            yield close(f"{case}/{name}", actual, value, _TOLERANCE)
 
 
 def _normalization(arrays: _Arrays) -> Iterator[Quantity]:
@@ -128,14 +126,6 @@ def _normalization(arrays: _Arrays) -> Iterator[Quantity]:
             values = arrays["norm/wide_x" if found[2] else "norm/x"]
             actual = kind(stats, found[3] == "True")({"x": values})["x"]
             yield close(name, actual, arrays[name], _TOLERANCE)
-
-
-def _resize(arrays: _Arrays) -> Iterator[Quantity]:
-    for name in sorted(arrays):
-        if found := re.fullmatch(r"(resize/.*)/in", name):
-            expected = arrays[f"{found[1]}/out"]
-            height, width = expected.shape[-3:-1]
-            yield equal(found[1], resize_with_pad(arrays[name], height, width), expected)
 
 
 def _prompts(cases: list[dict[str, Any]], text: TextTokenizer) -> Iterator[Quantity]:
@@ -162,7 +152,13 @@ def _fast(
         decoded = fast.decode(case["fast_tokens"], case["horizon"], case["dim"])
         yield close(f"{name} decoded", decoded, case["decoded"], _TOLERANCE)
         prompt = FASTPrompt(text, fast, vocab_size=text.vocab_size, max_len=len(case["tokens"]))
-        task = case["prompt"] if "prompt" in case else _task_of(case, text)
+        task = case.get("prompt")
+        if task is None:  # the file holds it only as tokens
+            written = text.decode(case["tokens"])
+            found = re.match(r"Task: (.*?), State: ", written, re.DOTALL)
+            if found is None:
+                raise ValueError(f"{name}: no 'Task: …, State: …' in its tokens: {written[:60]!r}")
+            task = found[1]
         sample = {"prompt": task, "state": state, "actions": actions}
         result = TokenizeFASTInputs(prompt)(sample)
         yield equal(f"{name} tokens", result["tokenized_prompt"], case["tokens"])
@@ -178,25 +174,6 @@ def _fast(
         extract = ExtractFASTActions(prompt, case["horizon"], case["dim"])
         extracted = extract({"actions": generated})["actions"]
         yield close(f"{name} extracted", extracted, case["decoded"], _TOLERANCE)
-
-
-def _task_of(case: dict[str, Any], text: TextTokenizer) -> str:
-    """Return the task, which the file holds only as tokens."""
-    found = re.match(r"Task: (.*?), State: ", text.decode(case["tokens"]), re.DOTALL)
-    if found is None:
-        raise ValueError(f"No 'Task: …, State: …' in a FAST case's tokens: {case['tokens'][:20]}…")
-    return found[1]
-
-
-def _paligemma(folder: Path) -> PaligemmaTokenizer:
-    """Return the tokenizer beside the case if there is one, else the public one."""
-    beside = folder / "tokenizers" / "paligemma_tokenizer.model"
-    return PaligemmaTokenizer(str(beside)) if beside.is_file() else PaligemmaTokenizer()
-
-
-def _public_fast(folder: Path) -> FASTTokenizer:
-    beside = folder / "tokenizers" / "fast"
-    return FASTTokenizer(str(beside)) if beside.is_dir() else FASTTokenizer()
 
 
 _STATS_FILE = "norm_stats.json"
@@ -230,7 +207,9 @@ def replay_dataset(path: Path) -> Iterator[Quantity]:
     expected_file = folder.with_name(folder.name + _SUFFIX)
     if expected_file.is_file():
         expected = _read_expected(expected_file)
-        dataset = open_dataset(folder, sequences=_sequences(expected))
+        fields = {name.partition("/")[2]: value for name, value in expected.items()}
+        lengths = {f.removesuffix(_PAD): len(v) for f, v in fields.items() if f.endswith(_PAD)}
+        dataset = open_dataset(folder, sequences=lengths)
         if beyond := [name for name in expected if int(name.partition("/")[0]) >= len(dataset)]:
             raise ValueError(
                 f"{expected_file} holds {beyond[0]!r}, but {folder} has only {len(dataset)} frames."
@@ -257,11 +236,6 @@ def _folder(path: Path) -> Path:
     if path.name.endswith(_SUFFIX):
         return path.with_name(path.name.removesuffix(_SUFFIX))
     return path
-
-
-def _sequences(expected: dict[str, np.ndarray]) -> dict[str, int]:
-    pads = {name.partition("/")[2]: value for name, value in expected.items()}
-    return {f.removesuffix(_PAD): len(v) for f, v in pads.items() if f.endswith(_PAD)}
 
 
 def _items(dataset: LeRobotDataset, expected: dict[str, np.ndarray]) -> Iterator[Quantity]:

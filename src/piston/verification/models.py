@@ -25,7 +25,7 @@ from piston.models.flow import Pi0
 from piston.models.model import Model
 from piston.observation import Observation
 from piston.training.optimizer import EMA, clip_gradients, make_optimizer, optimizer_step
-from piston.verification.quantity import Quantity, close, equal, failed
+from piston.verification import Quantity, close, equal, failed
 from piston.weights import openpi_jax
 
 _ABSOLUTE, _RELATIVE, _GRADIENT = 1e-4, 1e-4, 1e-3
@@ -49,9 +49,7 @@ def replay_model(path: Path) -> Iterator[Quantity]:
         yield failed("weights", f"neither {' nor '.join(_SOURCES.values())} is there")
     for source, name in present.items():
         for quantity in _replay_source(path, path / name, facts, arrays):
-            yield Quantity(
-                f"{source} {quantity.name}", quantity.error, quantity.tolerance, quantity.note
-            )
+            yield dataclasses.replace(quantity, name=f"{source} {quantity.name}")
 
 
 def _replay_source(

@@ -1,8 +1,13 @@
 """Checkpoints: reading ours, openpi's (JAX and PyTorch) and LeRobot's; writing ours."""
 
-from piston.weights.building import build_model, build_on_meta, expected_shapes
 from piston.weights.checkpoint import Checkpoint, open_checkpoint
-from piston.weights.errors import CheckpointError, MismatchError
+from piston.weights.expected import (
+    CheckpointError,
+    MismatchError,
+    build_model,
+    build_on_meta,
+    expected_shapes,
+)
 from piston.weights.models import (
     convert,
     load_adapters,

@@ -14,7 +14,8 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +23,6 @@ from torch import Tensor
 from piston import assets
 from piston.models.configs import ModelConfig
 from piston.weights import openpi_jax, pytorch_names
-from piston.weights.building import expected_shapes
 from piston.weights.configs import (
     CONFIG,
     OWN_FORMAT,
@@ -33,7 +33,7 @@ from piston.weights.configs import (
     own_config,
     read_object,
 )
-from piston.weights.errors import CheckpointError, Shape, check_match, listing
+from piston.weights.expected import CheckpointError, Shape, check_match, expected_shapes, listings
 from piston.weights.tensors import Entry, TensorFile
 
 TENSORS = "model.safetensors"
@@ -41,17 +41,13 @@ INDEX = "model.safetensors.index.json"
 _OWN_TREES = ("vision.", "vlm.", "action_expert.", "suffix.")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Source:
+class _Source(NamedTuple):
     """The tensors of a checkpoint under our names, before its configuration is known."""
 
     format: str
-    # In the order in which reading is fastest.
     entries: Mapping[str, Entry]
-    # Foreign names that are not in any table, with their shapes.
-    unknown: Mapping[str, Shape]
-    # Foreign names that are deliberately not used, with the reason.
-    dropped: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    unknown: Mapping[str, Shape]  # foreign names that are not in any table
+    dropped: Mapping[str, str] = MappingProxyType({})
     heads: Heads | None = None
 
 
@@ -95,7 +91,11 @@ def open_checkpoint(location: str | Path, config: ModelConfig | None = None) -> 
     """
     path = assets.resolve(location)
     tensors = _find_tensors(path)
-    source = _read_jax(tensors) if tensors.is_dir() else _read_safetensors(tensors)
+    if tensors.is_dir():
+        entries, unnamed, heads = openpi_jax.read_arrays(tensors)
+        source = _Source("jax", entries, unnamed, heads=heads)
+    else:
+        source = _read_safetensors(tensors)
     if integers := [n for n, e in source.entries.items() if not e.dtype.is_floating_point]:
         raise CheckpointError(
             f"{tensors} holds values that are not floating-point in {', '.join(integers[:5])}. "
@@ -109,25 +109,18 @@ def open_checkpoint(location: str | Path, config: ModelConfig | None = None) -> 
         # The JAX trainer's arrays are in `params`; config.json is beside that folder.
         inside = tensors.is_dir() and tensors.name != "params"
         declared = declared_fields((tensors if inside else tensors.parent) / CONFIG)
-        config = _infer(source, shapes, declared)
+        try:
+            config = infer_config(shapes, source.heads, declared)
+        except CheckpointError as error:  # tensors under unknown names are a likely reason
+            unknown = [f"{name} {shape}" for name, shape in source.unknown.items()]
+            raise CheckpointError(
+                "\n".join([str(error), *listings({"unexpected": unknown})])
+            ) from error
         assumed = assumed_fields(config, declared)
     what = f"{path} ({source.format}) does not fit the {config.family} model of its configuration"
     found = {**shapes, **source.unknown}
     check_match(expected_shapes(config), found, may_miss_some=True, what=what)
     return Checkpoint(path, config, source.format, source.entries, source.dropped, assumed)
-
-
-def _infer(
-    source: _Source, shapes: Mapping[str, Shape], declared: Mapping[str, Any]
-) -> ModelConfig:
-    try:
-        return infer_config(shapes, source.heads, declared)
-    except CheckpointError as error:
-        if not source.unknown:
-            raise
-        # Tensors under unknown names are the likely reason.
-        lines = [f"{name} {shape}" for name, shape in source.unknown.items()]
-        raise CheckpointError(f"{error}\n{listing('unexpected', lines)}") from error
 
 
 def _find_tensors(path: Path) -> Path:
@@ -150,11 +143,6 @@ def _find_tensors(path: Path) -> Path:
         f"{path} is not a checkpoint: expected {TENSORS}, {INDEX}, or the params folder of the "
         f"JAX trainer; found {present}."
     )
-
-
-def _read_jax(folder: Path) -> _Source:
-    entries, unknown, heads = openpi_jax.read_arrays(folder)
-    return _Source("jax", entries, unknown, heads=heads)
 
 
 def _read_safetensors(path: Path) -> _Source:
@@ -207,19 +195,14 @@ def _read_shards(index: Path) -> dict[str, Entry]:
         )
     names = sorted(set(weight_map.values()))
     if absent := [name for name in names if not (index.parent / name).is_file()]:
-        raise CheckpointError(
-            f"{index} names files that are not there.\n{listing('missing', absent)}\nFetch them."
-        )
+        lines = [f"{index} names files that are not there.", *listings({"missing": absent})]
+        raise CheckpointError("\n".join([*lines, "Fetch them."]))
     files = {name: TensorFile(index.parent / name) for name in names}
     actual = {(tensor, name) for name, file in files.items() for tensor in file.entries}
     listed = set(weight_map.items())
     if actual != listed:
-        lines = [f"{tensor} in {file}" for tensor, file in sorted(listed - actual)]
-        extra = [f"{tensor} in {file}" for tensor, file in sorted(actual - listed)]
-        blocks = listing("in the index only", lines), listing("in the files only", extra)
-        raise CheckpointError(
-            "\n".join(
-                [f"{index} and its files do not agree.", *filter(None, blocks), "Fetch all again."]
-            )
-        )
+        kinds = {"in the index only": listed - actual, "in the files only": actual - listed}
+        named = {kind: [f"{t} in {f}" for t, f in sorted(rows)] for kind, rows in kinds.items()}
+        lines = [f"{index} and its files do not agree.", *listings(named), "Fetch all again."]
+        raise CheckpointError("\n".join(lines))
     return {tensor: entry for file in files.values() for tensor, entry in file.entries.items()}

@@ -13,9 +13,9 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from piston.files import read_json
+from piston.files import read_json_object
 from piston.models.configs import (
     GEMMA,
     VISION,
@@ -28,7 +28,7 @@ from piston.models.configs import (
     size_name,
 )
 from piston.serialization import from_json
-from piston.weights.errors import CheckpointError, Shape
+from piston.weights.expected import CheckpointError, Shape
 
 CONFIG = "config.json"
 OWN_FORMAT = "piston"
@@ -43,13 +43,13 @@ _UNSEEN_BY_FAMILY = {
     "π0.5": ("discrete_state_input",),
     "π0-FAST": ("action_dim", "max_decoding_steps"),
 }
+_VARIANT_KEYS = {"vlm": "paligemma_variant", "action_expert": "action_expert_variant"}
 _KNOWN_VISION_HEADS = {1152: 16}  # by width: every public tower of this width is So400m
 
 Size = TypeVar("Size", VisionSize, GemmaSize)
 
 
-@dataclasses.dataclass(frozen=True)
-class Heads:
+class Heads(NamedTuple):
     """How projections divide into heads."""
 
     vision: int
@@ -61,12 +61,10 @@ class Heads:
 def read_object(path: Path) -> dict[str, Any]:
     """Read a JSON object; anything else is a CheckpointError that names the file."""
     try:
-        data = read_json(path)
+        return read_json_object(path)
     except ValueError as error:
-        raise CheckpointError(f"{error}. It is damaged; fetch or write it again.") from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path} holds a {type(data).__name__}; expected a JSON object.")
-    return data
+        found = str(error).removesuffix(".")
+        raise CheckpointError(f"{found}. It is damaged; fetch or write it again.") from error
 
 
 def own_config(path: Path) -> ModelConfig:
@@ -107,19 +105,14 @@ def declared_fields(path: Path) -> dict[str, Any]:
     elif "paligemma_variant" in data:
         same = ("action_dim", "action_horizon", "max_token_len", "discrete_state_input")
         declared = {name: data.get(name) for name in same}
-        declared |= {"dtype": data.get("precision"), **_variants(data)}
+        declared["dtype"] = data.get("precision")
     else:
         return {}
+    for expert, key in _VARIANT_KEYS.items():
+        declared.setdefault(expert, data.get(key))
     if declared.get("dtype") not in _PRECISIONS:
         declared.pop("dtype", None)
     return {name: value for name, value in declared.items() if value is not None}
-
-
-def _variants(data: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "vlm": data.get("paligemma_variant"),
-        "action_expert": data.get("action_expert_variant"),
-    }
 
 
 def _from_lerobot(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,7 +129,6 @@ def _from_lerobot(data: Mapping[str, Any]) -> dict[str, Any]:
         "max_token_len": None if fast else data.get("tokenizer_max_length"),
         "dtype": data.get("dtype"),
         "cameras": cameras or None,
-        **_variants(data),
     }
 
 

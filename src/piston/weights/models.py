@@ -31,18 +31,19 @@ from piston.files import atomic_file, atomic_folder, check_new_folder, sync, wri
 from piston.models.configs import ModelConfig
 from piston.models.lora import adapter_state_dict, load_adapter_state_dict
 from piston.models.model import Model
+from piston.models.precision import held_as_asked
 from piston.progress import Progress, no_progress
 from piston.serialization import to_json
-from piston.weights.building import (
+from piston.weights.checkpoint import TENSORS, Checkpoint, open_checkpoint
+from piston.weights.configs import CONFIG, OWN_FORMAT, VERSION, read_object
+from piston.weights.expected import (
+    CheckpointError,
     build_on_meta,
+    check_match,
     expected_shapes,
-    held_dtypes,
     initial_values,
     shapes_of,
 )
-from piston.weights.checkpoint import TENSORS, Checkpoint, open_checkpoint
-from piston.weights.configs import CONFIG, OWN_FORMAT, VERSION, read_object
-from piston.weights.errors import CheckpointError, check_match
 from piston.weights.tensors import TensorFile, write_tensor_file
 
 logger = logging.getLogger(__name__)
@@ -101,13 +102,10 @@ def load_into(
             "have memory. Build the whole model on one device."
         )
     if empty:
-        stored = {name: entry.dtype for name, entry in checkpoint.entries.items()}
-        held = held_dtypes(model, stored, dtype)
-
-        def allocate(name: str) -> Tensor:
-            return torch.empty(state[name].shape, dtype=held[name], device=device)
-
-        tensors = _read_all(checkpoint, allocate)
+        held = _held_dtypes(model, checkpoint, dtype)
+        tensors = _read_all(
+            checkpoint, lambda name: torch.empty(state[name].shape, dtype=held[name], device=device)
+        )
         for name, value in (initial_values(model.config, new) if new else {}).items():
             tensors[name] = value.to(device=device, dtype=held[name])
         model.load_state_dict(tensors, strict=True, assign=True)
@@ -121,6 +119,21 @@ def load_into(
     if new:
         logger.info("%d tensors are new, not from %s: %s …", len(new), checkpoint.path, new[0])
     return new
+
+
+def _held_dtypes(
+    model: nn.Module, checkpoint: Checkpoint, dtype: torch.dtype | None
+) -> dict[str, torch.dtype]:
+    """Return the dtype in which each tensor is held if `dtype` is asked for; None is as stored.
+
+    Some are always float32, even where a file stores less: openpi's files hold the norms of the
+    vision tower in bfloat16.
+    """
+    held = dict.fromkeys(model.state_dict(), torch.float32)
+    for name, _ in held_as_asked(model):
+        stored = checkpoint.entries.get(name)
+        held[name] = dtype or (stored.dtype if stored else torch.float32)
+    return held
 
 
 def _read_all(checkpoint: Checkpoint, allocate: Callable[[str], Tensor]) -> dict[str, Tensor]:
@@ -173,13 +186,20 @@ def convert(
     model = build_on_meta(checkpoint.config)
     what = f"{checkpoint} is not a whole {checkpoint.config.family} model"
     check_match(shapes_of(model), checkpoint.shapes(), what=what)
-    stored = {name: entry.dtype for name, entry in checkpoint.entries.items()}
-    held = held_dtypes(model, stored, dtype)
+    held = _held_dtypes(model, checkpoint, dtype)
     written = {
         name: torch.empty(entry.shape, dtype=held[name], device="meta")
         for name, entry in checkpoint.entries.items()
     }
-    _log_what_is_lost(checkpoint)
+    if checkpoint.assumed:
+        logger.warning(
+            "%s does not state these fields, so their usual values were assumed: %s. If the model "
+            "was trained with other values, convert with its configuration (--preset).",
+            checkpoint,
+            ", ".join(f"{name} = {value}" for name, value in checkpoint.assumed.items()),
+        )
+    for name, reason in checkpoint.dropped.items():
+        logger.info("Left out %s: %s.", name, reason)
     with atomic_folder(target) as fresh:
         write_tensor_file(
             fresh / TENSORS, written, lambda name: checkpoint.tensor(name, held[name]), progress
@@ -191,19 +211,6 @@ def convert(
         if (step / _ASSETS).is_dir():
             shutil.copytree(step / _ASSETS, fresh / _ASSETS)
     return open_checkpoint(target)
-
-
-def _log_what_is_lost(checkpoint: Checkpoint) -> None:
-    if checkpoint.assumed:
-        values = ", ".join(f"{name} = {value}" for name, value in checkpoint.assumed.items())
-        logger.warning(
-            "%s does not state these fields, so their usual values were assumed: %s. If the model "
-            "was trained with other values, convert with its configuration (--preset).",
-            checkpoint,
-            values,
-        )
-    for name, reason in checkpoint.dropped.items():
-        logger.info("Left out %s: %s.", name, reason)
 
 
 def _write_pair(

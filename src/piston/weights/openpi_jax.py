@@ -16,7 +16,6 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -24,57 +23,29 @@ import torch
 from torch import Tensor
 
 from piston.weights.configs import Heads
-from piston.weights.errors import CheckpointError, Shape
+from piston.weights.expected import CheckpointError, Shape
 from piston.weights.pytorch_names import SUFFIX
 from piston.weights.tensors import Entry
 
 _MANIFEST = "manifest.ocdbt"
 _METADATA_FILES = {".zarray": "zarr", "zarr.json": "zarr3"}
 _BLOCK = 2**26  # bytes of a large array that are copied at once
-_DTYPES = {
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "bfloat16": torch.bfloat16,
+_DTYPES = {str(d)[6:]: d for d in (torch.float16, torch.float32, torch.float64, torch.bfloat16)}
+
+# How one of our tensors is made from its part of an array.
+_LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "same": lambda x: x,
+    "flat": torch.flatten,
+    "transpose": lambda x: x.mT,
+    "conv": lambda x: x.permute(3, 2, 0, 1),  # (P, P, 3, D) → (D, 3, P, P)
+    "heads first": lambda x: x.mT.flatten(0, 1),  # (N, D, H) → (N·H, D)
+    "heads last": lambda x: x.flatten(1).mT,  # (D, N, H) → (N·H, D)
+    "from heads": lambda x: x.flatten(0, 1).mT,  # (N, H, D) → (D, N·H)
+    "one group": lambda x: x.mT[None],  # (in, out) → (1, out, in)
+    "one group from heads": lambda x: x.flatten(0, 1).mT[None],  # (N, H, R) → (1, R, N·H)
+    # (N, R, D) → (1, D, R): every head adds to every output.
+    "sum of heads": lambda x: x.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).mT[None],
 }
-
-# The table: JAX path → our tensors in the array.
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
-
-
-def _transpose(x: Tensor) -> Tensor:
-    return x.mT
-
-
-def _conv(x: Tensor) -> Tensor:  # (P, P, 3, D) → (D, 3, P, P)
-    return x.permute(3, 2, 0, 1)
-
-
-def _heads_first(x: Tensor) -> Tensor:  # (N, D, H) → (N·H, D)
-    return x.mT.flatten(0, 1)
-
-
-def _heads_last(x: Tensor) -> Tensor:  # (D, N, H) → (N·H, D)
-    return x.flatten(1).mT
-
-
-def _from_heads(x: Tensor) -> Tensor:  # (N, H, D) → (D, N·H)
-    return x.flatten(0, 1).mT
-
-
-def _one_group(x: Tensor) -> Tensor:  # (in, out) → (1, out, in)
-    return x.mT[None]
-
-
-def _from_heads_in_one_group(x: Tensor) -> Tensor:  # (N, H, R) → (1, R, N·H)
-    return x.flatten(0, 1).mT[None]
-
-
-def _sum_of_heads(x: Tensor) -> Tensor:  # (N, R, D) → (1, D, R): every head adds to every output
-    return x.sum(0, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32).mT[None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,19 +57,18 @@ class Part:
     """
 
     name: str
-    convert: Callable[[Tensor], Tensor] = _same
+    layout: str = "same"
     at: int | None = None
 
 
 Rows = dict[str, tuple[Part, ...]]
 
 
-def _one(name: str, convert: Callable[[Tensor], Tensor] = _same) -> tuple[Part, ...]:
-    return (Part(name, convert),)
-
-
-def _each(convert: Callable[[Tensor], Tensor], *names: str) -> tuple[Part, ...]:
-    return tuple(Part(name, convert, at) for at, name in enumerate(names))
+def _parts(layout: str, *names: str) -> tuple[Part, ...]:
+    """Return the parts of an array: a single one, or one for each index of an axis."""
+    return tuple(
+        Part(name, layout, None if len(names) == 1 else at) for at, name in enumerate(names)
+    )
 
 
 def _projections(leaf: str, *names: str) -> tuple[str, ...]:
@@ -106,74 +76,71 @@ def _projections(leaf: str, *names: str) -> tuple[str, ...]:
 
 
 _VISION: Rows = {
-    "embedding/kernel": _one("patch_embedding.weight", _conv),
-    "embedding/bias": _one("patch_embedding.bias"),
+    "embedding/kernel": _parts("conv", "patch_embedding.weight"),
+    "embedding/bias": _parts("same", "patch_embedding.bias"),
     "pos_embedding": (Part("position_embedding", at=0),),
-    "Transformer/encoder_norm/scale": _one("norm.weight"),
-    "Transformer/encoder_norm/bias": _one("norm.bias"),
-    "head/kernel": _one("head.weight", _transpose),
-    "head/bias": _one("head.bias"),
+    "Transformer/encoder_norm/scale": _parts("same", "norm.weight"),
+    "Transformer/encoder_norm/bias": _parts("same", "norm.bias"),
+    "head/kernel": _parts("transpose", "head.weight"),
+    "head/bias": _parts("same", "head.bias"),
 }
 _ATTENTION = "MultiHeadDotProductAttention_0"
 _BLOCK_ROWS: Rows = {
-    "LayerNorm_0/scale": _one("attention_norm.weight"),
-    "LayerNorm_0/bias": _one("attention_norm.bias"),
-    "LayerNorm_1/scale": _one("mlp_norm.weight"),
-    "LayerNorm_1/bias": _one("mlp_norm.bias"),
+    "LayerNorm_0/scale": _parts("same", "attention_norm.weight"),
+    "LayerNorm_0/bias": _parts("same", "attention_norm.bias"),
+    "LayerNorm_1/scale": _parts("same", "mlp_norm.weight"),
+    "LayerNorm_1/bias": _parts("same", "mlp_norm.bias"),
     **{
-        f"{_ATTENTION}/{name}/{leaf}": _one(f"attention.{name}.{ours}", convert)
+        f"{_ATTENTION}/{name}/{leaf}": _parts(layout, f"attention.{name}.{ours}")
         for name in ("query", "key", "value")
-        for leaf, ours, convert in (
-            ("kernel", "weight", _heads_last),
-            ("bias", "bias", torch.flatten),
-        )
+        for leaf, ours, layout in (("kernel", "weight", "heads last"), ("bias", "bias", "flat"))
     },
-    f"{_ATTENTION}/out/kernel": _one("attention.output.weight", _from_heads),
-    f"{_ATTENTION}/out/bias": _one("attention.output.bias"),
-    "MlpBlock_0/Dense_0/kernel": _one("mlp.up.weight", _transpose),
-    "MlpBlock_0/Dense_0/bias": _one("mlp.up.bias"),
-    "MlpBlock_0/Dense_1/kernel": _one("mlp.down.weight", _transpose),
-    "MlpBlock_0/Dense_1/bias": _one("mlp.down.bias"),
+    f"{_ATTENTION}/out/kernel": _parts("from heads", "attention.output.weight"),
+    f"{_ATTENTION}/out/bias": _parts("same", "attention.output.bias"),
+    "MlpBlock_0/Dense_0/kernel": _parts("transpose", "mlp.up.weight"),
+    "MlpBlock_0/Dense_0/bias": _parts("same", "mlp.up.bias"),
+    "MlpBlock_0/Dense_1/kernel": _parts("transpose", "mlp.down.weight"),
+    "MlpBlock_0/Dense_1/bias": _parts("same", "mlp.down.bias"),
 }
 # `{}` is where the action expert's `_1` stands.
 _LAYER: Rows = {
-    "attn/q_einsum{}/w": _one("attention.query.weight", _heads_first),
-    "attn/kv_einsum{}/w": _each(_heads_first, *_projections("weight", "key", "value")),
+    "attn/q_einsum{}/w": _parts("heads first", "attention.query.weight"),
+    "attn/kv_einsum{}/w": _parts("heads first", *_projections("weight", "key", "value")),
     # Instead of both where every head has keys of its own.
-    "attn/qkv_einsum{}/w": _each(_heads_first, *_projections("weight", "query", "key", "value")),
-    "attn/attn_vec_einsum{}/w": _one("attention.output.weight", _from_heads),
-    "mlp{}/gating_einsum": _each(_transpose, "mlp.gate.weight", "mlp.up.weight"),
-    "mlp{}/linear": _one("mlp.down.weight", _transpose),
-    "pre_attention_norm{}/scale": _one("attention_norm.scale"),
-    "pre_attention_norm{}/Dense_0/kernel": _one("attention_norm.modulation.weight", _transpose),
-    "pre_attention_norm{}/Dense_0/bias": _one("attention_norm.modulation.bias"),
-    "pre_ffw_norm{}/scale": _one("mlp_norm.scale"),
-    "pre_ffw_norm{}/Dense_0/kernel": _one("mlp_norm.modulation.weight", _transpose),
-    "pre_ffw_norm{}/Dense_0/bias": _one("mlp_norm.modulation.bias"),
+    "attn/qkv_einsum{}/w": _parts("heads first", *_projections("weight", "query", "key", "value")),
+    "attn/attn_vec_einsum{}/w": _parts("from heads", "attention.output.weight"),
+    "mlp{}/gating_einsum": _parts("transpose", "mlp.gate.weight", "mlp.up.weight"),
+    "mlp{}/linear": _parts("transpose", "mlp.down.weight"),
+    "pre_attention_norm{}/scale": _parts("same", "attention_norm.scale"),
+    "pre_attention_norm{}/Dense_0/kernel": _parts("transpose", "attention_norm.modulation.weight"),
+    "pre_attention_norm{}/Dense_0/bias": _parts("same", "attention_norm.modulation.bias"),
+    "pre_ffw_norm{}/scale": _parts("same", "mlp_norm.scale"),
+    "pre_ffw_norm{}/Dense_0/kernel": _parts("transpose", "mlp_norm.modulation.weight"),
+    "pre_ffw_norm{}/Dense_0/bias": _parts("same", "mlp_norm.modulation.bias"),
     # Adapters, in the layout that models/lora.py describes.
-    "attn/q_einsum{}/lora_a": _one("attention.query.lora_a", _transpose),
-    "attn/q_einsum{}/lora_b": _one("attention.query.lora_b", _transpose),
+    "attn/q_einsum{}/lora_a": _parts("transpose", "attention.query.lora_a"),
+    "attn/q_einsum{}/lora_b": _parts("transpose", "attention.query.lora_b"),
     **{
-        f"attn/{array}_einsum{{}}/{leaf}": _each(_transpose, *_projections(leaf, *names))
+        f"attn/{array}_einsum{{}}/{leaf}": _parts("transpose", *_projections(leaf, *names))
         for array, names in {"kv": ("key", "value"), "qkv": ("query", "key", "value")}.items()
         for leaf in ("lora_a", "lora_b")
     },
-    "attn/attn_vec_einsum{}/lora_a": _one("attention.output.lora_a", _from_heads_in_one_group),
-    "attn/attn_vec_einsum{}/lora_b": _one("attention.output.lora_b", _sum_of_heads),
-    "mlp{}/gating_einsum_lora_a": _each(_one_group, "mlp.gate.lora_a", "mlp.up.lora_a"),
-    "mlp{}/gating_einsum_lora_b": _each(_one_group, "mlp.gate.lora_b", "mlp.up.lora_b"),
-    "mlp{}/linear_lora_a": _one("mlp.down.lora_a", _one_group),
-    "mlp{}/linear_lora_b": _one("mlp.down.lora_b", _one_group),
+    "attn/attn_vec_einsum{}/lora_a": _parts("one group from heads", "attention.output.lora_a"),
+    "attn/attn_vec_einsum{}/lora_b": _parts("sum of heads", "attention.output.lora_b"),
+    "mlp{}/gating_einsum_lora_a": _parts("one group", "mlp.gate.lora_a", "mlp.up.lora_a"),
+    "mlp{}/gating_einsum_lora_b": _parts("one group", "mlp.gate.lora_b", "mlp.up.lora_b"),
+    "mlp{}/linear_lora_a": _parts("one group", "mlp.down.lora_a"),
+    "mlp{}/linear_lora_b": _parts("one group", "mlp.down.lora_b"),
 }
 _FINAL_NORM: Rows = {
-    "final_norm{}/scale": _one("norm.scale"),
-    "final_norm{}/Dense_0/kernel": _one("norm.modulation.weight", _transpose),
-    "final_norm{}/Dense_0/bias": _one("norm.modulation.bias"),
+    "final_norm{}/scale": _parts("same", "norm.scale"),
+    "final_norm{}/Dense_0/kernel": _parts("transpose", "norm.modulation.weight"),
+    "final_norm{}/Dense_0/bias": _parts("same", "norm.modulation.bias"),
 }
 
 
 def _make_table() -> Rows:
-    table: Rows = {"PaliGemma/llm/embedder/input_embedding": _one("vlm.embedding.weight")}
+    table: Rows = {"PaliGemma/llm/embedder/input_embedding": _parts("same", "vlm.embedding.weight")}
 
     def add(theirs: str, ours: str, rows: Rows, mark: str = "") -> None:
         for path, parts in rows.items():
@@ -186,8 +153,8 @@ def _make_table() -> Rows:
         add("PaliGemma/llm/layers/", f"{expert}.layers.*.", _LAYER, mark)
         add("PaliGemma/llm/", f"{expert}.", _FINAL_NORM, mark)
     for theirs, ours in SUFFIX.items():
-        table[f"{theirs}/kernel"] = _one(f"suffix.{ours}.weight", _transpose)
-        table[f"{theirs}/bias"] = _one(f"suffix.{ours}.bias")
+        table[f"{theirs}/kernel"] = _parts("transpose", f"suffix.{ours}.weight")
+        table[f"{theirs}/bias"] = _parts("same", f"suffix.{ours}.bias")
     return table
 
 
@@ -232,7 +199,8 @@ def _slices(parts: tuple[Part, ...], array: Tensor) -> Iterator[Slice]:
             one = here if part.at is None else here[part.at]
             index = tuple(i for i in (layer, part.at) if i is not None)
             name = part.name.replace("*", str(layer))
-            yield Slice(name, index, part.convert, tuple(part.convert(one).shape))
+            convert = _LAYOUTS[part.layout]
+            yield Slice(name, index, convert, tuple(convert(one).shape))
 
 
 def heads_of(shapes: Mapping[str, Shape]) -> Heads | None:
@@ -285,8 +253,14 @@ class _ArrayStore:
     """The arrays of one checkpoint by path. Keeps the array that was read last decoded."""
 
     def __init__(self, folder: Path) -> None:
-        self._tensorstore = _import_tensorstore()
-        self._folder = folder
+        try:
+            import tensorstore
+        except ImportError as error:
+            raise ImportError(
+                "Checkpoints of the JAX trainer are read with tensorstore, which is not installed. "
+                "Run: pip install 'piston[jax-weights]'"
+            ) from error
+        self._tensorstore, self._folder = tensorstore, folder
         try:
             self._specs = self._list()
             opened = {path: self._tensorstore.open(spec) for path, spec in self._specs.items()}
@@ -297,13 +271,18 @@ class _ArrayStore:
                 "damaged or were not copied; fetch all of them again."
             ) from error
         self.shapes: dict[str, Shape] = {path: array.shape for path, array in arrays.items()}
-        self.dtypes = {path: self._dtype(path, array) for path, array in arrays.items()}
+        stored = {path: array.dtype.name for path, array in arrays.items()}
+        if bad := [f"{path} ({name})" for path, name in stored.items() if name not in _DTYPES]:
+            raise CheckpointError(
+                f"{folder} holds arrays of other dtypes than {', '.join(_DTYPES)}: {bad[0]}."
+            )
+        self.dtypes = {path: _DTYPES[name] for path, name in stored.items()}
         self._open_path: str | None = None
         self._open_array: Any = None
 
     def read_into(self, path: str, where: Slice, destination: Tensor) -> None:
         size = math.prod(where.shape) * self.dtypes[path].itemsize
-        if where.index or size <= _BLOCK or where.convert is not _same:
+        if where.index or size <= _BLOCK or where.convert is not _LAYOUTS["same"]:
             destination.copy_(where.convert(self._read(path, where.index)))
             return
         rows = max(1, _BLOCK * where.shape[0] // size)
@@ -328,14 +307,6 @@ class _ArrayStore:
             kvstore = {**keys, "path": place}
             specs[path] = {"driver": _METADATA_FILES[file], "kvstore": kvstore}
         return specs
-
-    def _dtype(self, path: str, array: Any) -> torch.dtype:
-        if array.dtype.name not in _DTYPES:
-            raise CheckpointError(
-                f"{path} in {self._folder} has dtype {array.dtype.name}; expected one of "
-                f"{', '.join(_DTYPES)}."
-            )
-        return _DTYPES[array.dtype.name]
 
     def _read(self, path: str, index: tuple[int | slice, ...]) -> Tensor:
         try:
@@ -369,14 +340,3 @@ class _ArrayStore:
             ).result()
             self._open_path = path
         return self._open_array
-
-
-def _import_tensorstore() -> ModuleType:
-    try:
-        import tensorstore
-    except ImportError as error:
-        raise ImportError(
-            "Checkpoints of the JAX trainer are read with tensorstore, which is not installed. "
-            "Run: pip install 'piston[jax-weights]'"
-        ) from error
-    return tensorstore

@@ -11,7 +11,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 
-from piston.weights.errors import CheckpointError
+from piston.weights.expected import CheckpointError
 
 _PALIGEMMA = "paligemma_with_expert.paligemma.model."
 _VISION_TREE = f"{_PALIGEMMA}vision_tower.vision_model."

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from piston.progress import Progress, no_progress
-from piston.weights.errors import CheckpointError, Shape
+from piston.weights.expected import CheckpointError, Shape
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
