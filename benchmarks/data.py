@@ -129,7 +129,7 @@ def _measure(
 
 
 def _first(samples: Resized, indices: np.ndarray, count: int = 8) -> float:
-    """The first samples after opening: no decoder is open, no column read."""
+    """The first samples after opening: no decoder is open."""
     samples.dataset.close()
     begun = time.perf_counter()
     for index in indices[:count]:
