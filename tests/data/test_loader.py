@@ -240,11 +240,13 @@ def test_impossible_numbers_are_refused(samples):
 
 
 SCRIPT = """
-import sys, time
+import signal, sys, time
 from worker_samples import Numbers
 from piston.data.loader import Loader, Order
 
 if __name__ == "__main__":
+    # A shell that runs the tests in the background makes all of them ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     data = Numbers(1000)
     loader = Loader(data, Order(data, 4), num_workers=2)
     pids = {pid for _ in range(4) for pid in next(loader)["process"].tolist()}

@@ -345,7 +345,7 @@ def test_the_command_writes_where_the_preset_looks_and_warns_by_name(
     assert "joint_3 (dimension 3) never moves" in shown
     assert "state: joint_9 has far outliers" in shown
     assert "240 of 240 frames" in shown
-    assert "exact" in shown
+    assert "q01 and q99 to 0.05% of q99 − q01, all else exact" in shown
     assert "█" in shown
     written = read_norm_stats(tmp_path / "assets" / "pi0_aloha_sim" / "mine")
     state = open_dataset(aloha_set, cameras=()).column("observation.state").astype(np.float64)

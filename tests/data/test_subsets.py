@@ -6,8 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from piston.data.format import Episode
-from piston.data.mixture import RepeatedStarts, WeightedMixture, mixed, shuffled
-from piston.data.subsets import choose_episodes, split_episodes
+from piston.data.mixture import (
+    RepeatedStarts,
+    WeightedMixture,
+    choose_episodes,
+    mixed,
+    shuffled,
+    split_episodes,
+)
 
 
 def _episodes(indices):

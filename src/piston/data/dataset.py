@@ -25,7 +25,7 @@ from jaxtyping import Int64, UInt8
 from piston.data.check import Findings, inspect_files, left_out
 from piston.data.columns import ImageRows, join_columns
 from piston.data.format import Episode, EpisodeError, Metadata, locate
-from piston.data.subsets import EpisodeChoice, choose_episodes
+from piston.data.mixture import EpisodeChoice, choose_episodes
 from piston.data.video import TOLERANCE_S, VideoReaders
 from piston.suggestions import did_you_mean
 

@@ -13,7 +13,6 @@ of the columns, and /dev/shm, which is small in containers, is not used.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -50,6 +49,13 @@ PREFETCH = 2
 # Seconds between two checks that all workers are alive, and before a busy one is killed at the end.
 _CHECK_INTERVAL, _GRACE = 1.0, 1.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_DEATH_HINTS = {
+    signal.SIGKILL: " The system kills processes when it runs out of memory: try fewer workers "
+    "(--num-workers) or a smaller batch.",
+    signal.SIGSEGV: " A video may be damaged: run piston data check.",
+}
+# An object in shared memory: its pickle, and where each of its arrays begins and ends.
+_Stored = tuple[bytes, list[tuple[int, int]]]
 
 
 class Order:
@@ -84,10 +90,21 @@ class Order:
             raise ValueError("There are no samples to put in order.")
         self.batch_size, self.seed = batch_size, seed
         self.rank, self.world_size = rank, world_size
-        self.samples_per_epoch, epoch_order = _epochs(samples, seed)
-        self.mixture = _mixture_state(samples)
-        # A batch may extend over the end of an epoch.
-        self._epoch_order = functools.lru_cache(maxsize=2)(epoch_order)
+        mixture = samples if isinstance(samples, WeightedMixture) else None
+        # What the order depends on besides the seed, as JSON keeps it.
+        count = self.samples_per_epoch = mixture.samples_per_epoch if mixture else len(samples)
+        self.mixture = mixture and {
+            "sizes": [float(len(dataset)) for dataset in mixture.datasets],
+            "weights": list(mixture.weights),
+        }
+
+        @functools.lru_cache(maxsize=2)  # a batch may extend over the end of an epoch
+        def epoch_order(epoch: int) -> Indices:
+            if mixture:
+                return mixture.flat(mixture.plan(seed=seed, epoch=epoch))
+            return shuffled(count, seed, epoch)
+
+        self._epoch_order = epoch_order
 
     @property
     def local_batch_size(self) -> int:
@@ -154,25 +171,6 @@ def _in_words(value: Any) -> Any:
         return value
     sets = zip(value["sizes"], value["weights"])
     return ", ".join(f"{size:,.0f} samples ({weight:.1%})" for size, weight in sets)
-
-
-def _mixture_state(samples: Samples) -> dict[str, list[float]] | None:
-    """Return what the order of a mixture depends on besides the seed, as JSON keeps it."""
-    if not isinstance(samples, WeightedMixture):
-        return None
-    sizes = [float(len(dataset)) for dataset in samples.datasets]
-    return {"sizes": sizes, "weights": list(samples.weights)}
-
-
-def _epochs(samples: Samples, seed: int) -> tuple[int, Callable[[int], Indices]]:
-    """Return the length of an epoch, and the order of the samples in each epoch."""
-    if isinstance(samples, WeightedMixture):
-        mixture = samples
-        return mixture.samples_per_epoch, lambda epoch: mixture.flat(
-            mixture.plan(seed=seed, epoch=epoch)
-        )
-    count = len(samples)
-    return count, lambda epoch: shuffled(count, seed, epoch)
 
 
 class WorkerError(RuntimeError):
@@ -254,29 +252,30 @@ class Loader(Iterator[Batch]):
     def _receive(self) -> Batch:
         if self._batches is None:
             self._batches = self._start_workers()
+        copy = torch.Tensor.pin_memory if self._pin_memory else torch.Tensor.clone
         while True:
             try:
                 answer = next(self._batches)
                 if isinstance(answer, _Failure):
                     break
-                return self._copied(answer)
+                # In memory of its own, before the worker uses the slot again.
+                worker, slot, stored = answer
+                arrays = self._memory[worker][slot].load(stored)
+                return _mapped(lambda array: copy(torch.from_numpy(array)), arrays)
             except (RuntimeError, OSError, EOFError) as error:
                 self._check_workers()
                 if "timed out" not in str(error):  # else the batch takes longer than the interval
                     raise
         raise answer.error from RuntimeError(f"in a worker process:\n{answer.traceback}")
 
-    def _copied(self, answer: _StoredBatch) -> Batch:
-        """Return the batch in memory of its own, before the worker uses the slot again."""
-        copy = torch.Tensor.pin_memory if self._pin_memory else torch.Tensor.clone
-        arrays = self._memory[answer.worker][answer.slot].load(answer.stored)
-        return _mapped(lambda array: copy(torch.from_numpy(array)), arrays)
-
     def _start_workers(self) -> Any:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload([__name__])  # imports torch once, not in every worker
-        with _blocked(_STOP_SIGNALS):  # inherited by the fork server
-            forkserver.ensure_running()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+        try:
+            forkserver.ensure_running()  # inherits that these signals are blocked
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         # One slot more than batches ahead: DataLoader asks for the next batch before one is copied.
         self._memory = [
             [_SharedMemory() for _ in range(self._prefetch + 1)] for _ in range(self._num_workers)
@@ -303,8 +302,15 @@ class Loader(Iterator[Batch]):
         workers = self._kill_workers.args[0]
         connection.wait([worker.sentinel for worker in workers], timeout=0.1)
         for number, worker in enumerate(workers):
-            if worker.exitcode is not None:
-                raise WorkerError(_cause_of_death(number, worker.pid, worker.exitcode)) from None
+            if worker.exitcode is None:
+                continue
+            cause = f"ended with exit code {worker.exitcode}."
+            if worker.exitcode < 0:
+                cause = f"was killed by {signal.Signals(-worker.exitcode).name}."
+            hint = _DEATH_HINTS.get(-worker.exitcode, "")
+            raise WorkerError(
+                f"Worker {number} (process {worker.pid}), which reads data, {cause}{hint}"
+            ) from None
 
 
 def _kill(workers: Sequence[Any]) -> None:
@@ -317,28 +323,6 @@ def _mapped(function: Callable[[Any], Any], batch: Batch) -> Batch:
         key: _mapped(function, value) if isinstance(value, dict) else function(value)
         for key, value in batch.items()
     }
-
-
-def _cause_of_death(worker: int, pid: int, exit_code: int) -> str:
-    name = f"Worker {worker} (process {pid}), which reads data, "
-    if exit_code >= 0:
-        return name + f"ended with exit code {exit_code}."
-    killed_by = signal.Signals(-exit_code).name
-    hint = {
-        "SIGKILL": " The system kills processes when it runs out of memory: try fewer workers "
-        "(--num-workers) or a smaller batch.",
-        "SIGSEGV": " A video may be damaged: run piston data check.",
-    }
-    return name + f"was killed by {killed_by}." + hint.get(killed_by, "")
-
-
-@contextlib.contextmanager
-def _blocked(signals: Sequence[signal.Signals]) -> Iterator[None]:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _prepare_worker(_: int) -> None:
@@ -361,7 +345,7 @@ class _Batches:
     def __init__(self, samples: Samples, memory: Sequence[Sequence[_SharedMemory]]) -> None:
         self._samples_memory, self._memory = _SharedMemory(), memory
         try:
-            self._stored_samples = self._samples_memory.copy(samples)
+            self._stored_samples = self._samples_memory.store(samples)
         except Exception as error:
             error.add_note(
                 "The data cannot be handed to worker processes. Transforms must be importable (no "
@@ -371,7 +355,7 @@ class _Batches:
         self._samples: Samples | None = None
         self._slots = itertools.cycle(range(len(memory[0])))
 
-    def __getitem__(self, indices: list[int]) -> _StoredBatch | _Failure:
+    def __getitem__(self, indices: list[int]) -> tuple[int, int, _Stored] | _Failure:
         try:
             if self._samples is None:
                 # What a worker changes in its samples, it changes in a copy of its own.
@@ -380,16 +364,9 @@ class _Batches:
             memory = self._memory[worker][slot]
             memory.clear()
             batch = stack_samples([self._samples[index] for index in indices], memory.allocate)
-            return _StoredBatch(worker, slot, memory.store(_mapped(torch.Tensor.numpy, batch)))
+            return worker, slot, memory.store(_mapped(torch.Tensor.numpy, batch))
         except Exception as error:
             return _Failure(_picklable(error), "".join(traceback.format_exception(error)))
-
-
-@dataclasses.dataclass(frozen=True)
-class _StoredBatch:
-    worker: int
-    slot: int
-    stored: _Stored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -412,14 +389,6 @@ def _picklable(error: Exception) -> Exception:
         return same
 
 
-@dataclasses.dataclass(frozen=True)
-class _Stored:
-    """An object in shared memory: its pickle, and where each of its arrays lies."""
-
-    pickled: bytes
-    bounds: list[tuple[int, int]]
-
-
 class _SharedMemory:
     """Memory for the arrays of one object at a time, shared by all processes that it is given to.
 
@@ -428,7 +397,11 @@ class _SharedMemory:
     """
 
     def __init__(self) -> None:
-        self._open(os.memfd_create("piston") if hasattr(os, "memfd_create") else _temporary_file())
+        if hasattr(os, "memfd_create"):
+            self._open(os.memfd_create("piston"))
+        else:
+            with tempfile.TemporaryFile() as file:
+                self._open(os.dup(file.fileno()))
 
     def _open(self, file: int) -> None:
         self._file, self._memory = file, mmap.mmap(-1, 1)
@@ -446,25 +419,20 @@ class _SharedMemory:
         return np.ndarray(shape, dtype, buffer=self._mapped_to(stop), offset=start)
 
     def store(self, value: Any) -> _Stored:
-        """Return what `load` needs. The arrays of the object are those that were allocated."""
-        return _Stored(pickle.dumps(value, protocol=5, buffer_callback=_skip), self._bounds)
-
-    def copy(self, value: Any) -> _Stored:
-        """Allocate memory for the arrays of an object, and store it."""
-        self.clear()
+        """Return what `load` needs. If nothing has been allocated, the arrays are copied here."""
         arrays: list[pickle.PickleBuffer] = []
         pickled = pickle.dumps(value, protocol=5, buffer_callback=arrays.append)
-        for array in arrays:
-            raw = np.frombuffer(array.raw(), np.uint8)
-            self.allocate(raw.shape, raw.dtype)[:] = raw
-        return _Stored(pickled, self._bounds)
+        if not self._bounds:
+            for array in arrays:
+                raw = np.frombuffer(array.raw(), np.uint8)
+                self.allocate(raw.shape, raw.dtype)[:] = raw
+        return pickled, self._bounds
 
     def load(self, stored: _Stored, access: int = mmap.ACCESS_WRITE) -> Any:
         """Return the object as it was stored; its arrays are views of the memory."""
-        buffers = [
-            memoryview(self._mapped_to(stop, access))[start:stop] for start, stop in stored.bounds
-        ]
-        return pickle.loads(stored.pickled, buffers=buffers)
+        pickled, bounds = stored
+        buffers = [memoryview(self._mapped_to(stop, access))[start:stop] for start, stop in bounds]
+        return pickle.loads(pickled, buffers=buffers)
 
     def _mapped_to(self, stop: int, access: int = mmap.ACCESS_WRITE) -> mmap.mmap:
         if stop > len(self._memory):
@@ -479,12 +447,3 @@ class _SharedMemory:
 
     def __del__(self) -> None:
         os.close(self._file)
-
-
-def _skip(buffer: pickle.PickleBuffer) -> None:
-    """Leave an array out of a pickle, because it lies in shared memory already."""
-
-
-def _temporary_file() -> int:
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())

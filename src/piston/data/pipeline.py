@@ -21,9 +21,9 @@ from piston.config import DataConfig
 from piston.data.cache import CachedFrames
 from piston.data.dataset import LeRobotDataset, open_dataset
 from piston.data.format import DERIVED, EpisodeError, Metadata, locate
-from piston.data.mixture import Samples
-from piston.data.subsets import (
+from piston.data.mixture import (
     EpisodeChoice,
+    Samples,
     choose_episodes,
     shorten,
     split_episodes,
