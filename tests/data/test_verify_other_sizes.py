@@ -9,7 +9,7 @@ import pytest
 from tests.data.recording_cases import as_v21
 from tests.data.synthetic import decode_in_order
 
-from piston.cli import verify
+from piston.cli import models
 from piston.data.recorder import Recorder
 
 HEIGHT, WIDTH = 34, 98
@@ -93,11 +93,11 @@ def test_items_of_other_sizes(tmp_path, capsys, version, codec, lengths, fps, di
     expected = expect(root, horizon=23)
     beside = tmp_path / "a_set_expected_items.npz"
     np.savez(beside, **expected)
-    assert verify.run_verify([str(root)]) == 0
+    assert models.run_verify([str(root)]) == 0
     assert "all ok" in capsys.readouterr().out
 
     wrong = expected["1/right"].copy()
     wrong[0, 0, 0] ^= 1  # one value of one pixel
     np.savez(beside, **(expected | {"1/right": wrong}))
-    assert verify.run_verify([str(root)]) == 1
+    assert models.run_verify([str(root)]) == 1
     assert "right (5 items)" in capsys.readouterr().out

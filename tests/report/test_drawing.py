@@ -8,8 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piston.report.markup import Markup, duration, heat_map, lone_tag, png, short, table, tag
-from piston.report.plots import Frame, Line, is_wide, log_ticks, plot, ticks
+from piston.report.markup import (
+    Frame,
+    Line,
+    Markup,
+    duration,
+    heat_map,
+    is_wide,
+    log_ticks,
+    lone_tag,
+    plot,
+    png,
+    short,
+    table,
+    tag,
+    ticks,
+)
 
 
 @given(st.text(), st.text())

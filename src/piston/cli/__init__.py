@@ -26,7 +26,7 @@ VERBS = {
     "summary": ("models", "show what a model is made of, its mask and its memory"),
     "convert": ("models", "read a checkpoint of any known format and write ours"),
     "client": ("client", "measure the round trip to a policy server (client ping)"),
-    "verify": ("verify", "replay reference cases and print every error"),
+    "verify": ("models", "replay reference cases and print every error"),
 }
 
 

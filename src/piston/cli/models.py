@@ -1,4 +1,4 @@
-"""`piston convert SOURCE TARGET` and `piston summary PRESET|CHECKPOINT`.
+"""`piston convert SOURCE TARGET`, `piston summary PRESET|CHECKPOINT` and `piston verify PATH…`.
 
 What needs torch is imported where it is used: --help does without.
 """
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
+from rich.markup import escape
 from rich.table import Table
 
 from piston import presets
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from piston.models.model import Model
+    from piston.verification import Quantity
 
 # Bytes per trained parameter: float32 master, gradient, two moments of AdamW, mean of weights.
 _TRAINING_BYTES = 4 + 4 + 8 + 4
@@ -169,3 +171,47 @@ def _memory(model: Model) -> Table:
 
 def _bytes(number: float) -> str:
     return f"{number / 1e9:.2f} GB" if number >= 1e8 else f"{number / 1e6:.2f} MB"
+
+
+def run_verify(args: list[str]) -> int:
+    paths = tyro.cli(_paths_argument, args=args, prog="piston verify")
+    from piston import verification  # imports torch
+
+    cases = [case for path in paths for case in verification.find_cases(path)]
+    quantities = [quantity for case in cases for quantity in _replay(case)]
+    wrong = sum(not quantity.ok for quantity in quantities)
+    console().print(
+        f"\n{len(quantities)} quantities in {len(cases)} cases: "
+        + (f"[red]{wrong} wrong[/red]" if wrong else "[green]all ok[/green]")
+    )
+    return 1 if wrong else 0
+
+
+def _paths_argument(paths: Annotated[tuple[Path, ...], tyro.conf.Positional]) -> tuple[Path, ...]:
+    """Replay reference cases and compare every quantity with its expected value.
+
+    Args:
+        paths: Case folders or files, or folders that hold some.
+    """
+    if not paths:
+        raise ValueError("Name at least one case: piston verify PATH…")
+    return paths
+
+
+def _replay(case: Path) -> list[Quantity]:
+    """Print one line per quantity of a case."""
+    from piston import verification
+
+    screen = console()
+    screen.print(f"\n[bold]{escape(str(case))}[/bold]", soft_wrap=True)
+    quantities = []
+    for quantity in verification.replay(case):
+        quantities.append(quantity)
+        verdict = "[green]ok[/green]" if quantity.ok else "[red]WRONG[/red]"
+        screen.print(
+            f"  {escape(quantity.name):<44} {quantity.error:>10.2e}  "
+            f"tolerance {quantity.tolerance:.0e}  {verdict}  [dim]{escape(quantity.note)}[/dim]",
+            highlight=False,
+            soft_wrap=True,
+        )
+    return quantities

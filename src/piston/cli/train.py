@@ -177,10 +177,7 @@ def run_stats(args: list[str]) -> None:
     arguments: StatsArguments = _parse("piston stats", description, args, make)
     if arguments.max_frames is not None and arguments.max_frames < 1:
         raise ValueError(f"--max-frames is {arguments.max_frames}; expected at least 1.")
-    _stats(arguments.config, arguments.max_frames)
-
-
-def _stats(config: TrainConfig, max_frames: int | None) -> None:
+    config, max_frames = arguments.config, arguments.max_frames
     data_config = config.data_config()
     folder = _folder(config, data_config)
     begun = time.monotonic()

@@ -1,6 +1,5 @@
 """A run as one HTML page that needs nothing else: no network, no files beside it, no scripts.
 
 `page` gathers what is shown and puts the sections together; `training`, `evaluation`, `prediction`,
-`transforms` and `timings` each read one kind of data and make its sections, out of `markup` and
-`plots`.
+`transforms` and `timings` each read one kind of data and make its sections, out of `markup`.
 """

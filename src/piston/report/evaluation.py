@@ -10,8 +10,18 @@ import av
 import numpy as np
 from PIL import Image, ImageDraw
 
-from piston.report.markup import Markup, Missing, join, legend, mp4, note, tag
-from piston.report.plots import Line, multiples, small_plot
+from piston.report.markup import (
+    Line,
+    Markup,
+    Missing,
+    join,
+    legend,
+    mp4,
+    multiples,
+    note,
+    small_plot,
+    tag,
+)
 from piston.sim.scores import RESULTS, Evaluation, Outcome, Rate, read_evaluation
 
 _LOOKS = {

@@ -18,8 +18,17 @@ from torch import Tensor
 from piston.config import DataConfig
 from piston.inference.policy import Policy
 from piston.observation import Observation
-from piston.report.markup import Markup, Missing, heat_map, image, png, tag
-from piston.report.plots import Line, multiples, small_plot
+from piston.report.markup import (
+    Line,
+    Markup,
+    Missing,
+    heat_map,
+    image,
+    multiples,
+    png,
+    small_plot,
+    tag,
+)
 from piston.report.transforms import Sample, TraceStep, follow
 
 _NUM_DRAWS = 4

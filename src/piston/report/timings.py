@@ -105,16 +105,15 @@ def _stages(stages: Stages | None) -> Markup | None:
     total = sum(stage.seconds for stage in stages.finished)
     longest = max(stage.seconds for stage in stages.finished)
     rows = [
-        (stage.name, duration(stage.seconds), _bar(stage, longest), stage.result)
+        (stage.name, duration(stage.seconds), _bar(stage.seconds / (longest or 1)), stage.result)
         for stage in stages.finished
     ]
     rows.append(("all stages", duration(total), Markup(), ""))
     return join([tag("h3", "Stages"), _table(("stage", "time", "", "result"), rows)])
 
 
-def _bar(stage: Stage, longest: float) -> Markup:
-    share = 100 * stage.seconds / longest if longest else 0
-    return tag("span", class_="bar", style=f"width:{max(share, 0.5):.1f}%")
+def _bar(share: float) -> Markup:
+    return tag("span", class_="bar", style=f"width:{max(100 * share, 0.5):.1f}%")
 
 
 def _training(run: Run) -> Markup | None:

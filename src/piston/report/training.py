@@ -14,8 +14,20 @@ from PIL import Image
 from piston import presets
 from piston.config import TrainConfig
 from piston.files import read_json_object
-from piston.report.markup import Markup, Missing, image, join, note, png, scrolling, tag
-from piston.report.plots import Frame, Line, is_wide, plot
+from piston.report.markup import (
+    Frame,
+    Line,
+    Markup,
+    Missing,
+    image,
+    is_wide,
+    join,
+    note,
+    plot,
+    png,
+    scrolling,
+    tag,
+)
 from piston.training.checkpoint import newest_whole_step
 from piston.training.run import CONFIG
 from piston.training.trackers import METRICS, read_metrics
