@@ -18,6 +18,14 @@ from torch import Tensor
 Actions = Float[Tensor, "b horizon a"]
 Image = UInt8[Tensor, "_ _ _ 3"] | Float[Tensor, "_ _ _ 3"]
 
+# The parts that an observation may lack; None keeps the dtype that they come in.
+_TOKEN_DTYPES = {
+    "tokenized_prompt": None,
+    "tokenized_prompt_mask": torch.bool,
+    "token_ar_mask": None,
+    "token_loss_mask": torch.bool,
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
@@ -42,8 +50,13 @@ class Observation:
                 f"Images and image masks name different cameras: images {sorted(self.images)}, "
                 f"masks {sorted(self.image_masks)}. Give one mask per camera."
             )
-        for name, value in self._named_tensors():
-            if value.shape[:1] != self.state.shape[:1]:
+        parts = {
+            **{f"image/{name}": image for name, image in self.images.items()},
+            **{f"image_mask/{name}": mask for name, mask in self.image_masks.items()},
+            **{name: getattr(self, name) for name in _TOKEN_DTYPES},
+        }
+        for name, value in parts.items():
+            if value is not None and value.shape[:1] != self.state.shape[:1]:
                 raise ValueError(
                     f"Observation part {name!r} has shape {tuple(value.shape)}; its first axis "
                     f"must be the batch of {self.state.shape[0]} that the state has."
@@ -67,10 +80,11 @@ class Observation:
             images={name: _tensor(image) for name, image in batch["image"].items()},
             image_masks={name: _tensor(mask).bool() for name, mask in batch["image_mask"].items()},
             state=_tensor(batch["state"]).float(),
-            tokenized_prompt=_optional(batch, "tokenized_prompt"),
-            tokenized_prompt_mask=_optional(batch, "tokenized_prompt_mask", torch.bool),
-            token_ar_mask=_optional(batch, "token_ar_mask"),
-            token_loss_mask=_optional(batch, "token_loss_mask", torch.bool),
+            **{
+                name: _tensor(batch[name]).to(dtype)
+                for name, dtype in _TOKEN_DTYPES.items()
+                if batch.get(name) is not None
+            },
         )
 
     def to(self, device: torch.device | str) -> Observation:
@@ -83,17 +97,6 @@ class Observation:
             tokenized_prompt=None if prompt is None else send(prompt, device),
         )
 
-    def _named_tensors(self) -> list[tuple[str, Tensor]]:
-        parts: list[tuple[str, Tensor | None]] = [
-            *((f"image/{name}", image) for name, image in self.images.items()),
-            *((f"image_mask/{name}", mask) for name, mask in self.image_masks.items()),
-            ("tokenized_prompt", self.tokenized_prompt),
-            ("tokenized_prompt_mask", self.tokenized_prompt_mask),
-            ("token_ar_mask", self.token_ar_mask),
-            ("token_loss_mask", self.token_loss_mask),
-        ]
-        return [(name, value) for name, value in parts if value is not None]
-
 
 def send(tensor: Tensor, device: torch.device | str) -> Tensor:
     """Copy a tensor to a device without waiting for it: from pinned memory if it is a GPU."""
@@ -104,15 +107,6 @@ def send(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 def _tensor(value: Any) -> Tensor:
     return value if isinstance(value, Tensor) else torch.from_numpy(np.ascontiguousarray(value))
-
-
-def _optional(
-    batch: Mapping[str, Any], key: str, dtype: torch.dtype | None = None
-) -> Tensor | None:
-    if batch.get(key) is None:
-        return None
-    value = _tensor(batch[key])
-    return value if dtype is None else value.to(dtype)
 
 
 def stack_samples(

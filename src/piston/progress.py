@@ -7,7 +7,7 @@ import logging
 import sys
 import threading
 import time
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from rich import filesize, progress
 from rich.console import Console
@@ -21,6 +21,7 @@ _BYTES_WIDTH, _TIME_WIDTH, _BAR_WIDTH, _NOTE_WIDTH = 26, 8, 40, 22
 _SMALLEST = 8
 
 
+@runtime_checkable
 class Progress(Protocol):
     """What a long operation reports to: what is done so far, the total once known, and a note.
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from piston.models import masks
-from piston.models.prefix import Packing
+from piston.models.masks import Packing
 
 rows = st.integers(1, 9).flatmap(
     lambda size: st.lists(

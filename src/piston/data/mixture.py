@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int64
@@ -23,6 +23,7 @@ from piston.data.format import Episode
 _GOLDEN_RATIO = 0.6180339887498949
 
 
+@runtime_checkable
 class Samples(Protocol):
     """A data set as it is, or after its robot's transforms."""
 

@@ -17,19 +17,14 @@ from piston.config import TRAIN_SECTION, DataConfig, TrainConfig
 from piston.files import read_json_object
 from piston.inference.policy import Policy
 from piston.inference.quantization import quantize_for_inference
-from piston.models.configs import GEMMA, VISION
+from piston.models.configs import GEMMA, VISION, Dtype
 from piston.transforms.normalize import read_norm_stats
 
 PolicyDtype = Literal["float32", "bfloat16", "int8"]
 
-# What matrices are held in, and what activations are computed in. Eight-bit matrices are made from
-# bfloat16 ones, so that the float32 model never has to fit in memory.
+# What matrices are held in. Eight-bit matrices are made from bfloat16 ones, so that the float32
+# model never has to fit in memory; activations are float32 then.
 _HELD = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.bfloat16}
-_COMPUTED: dict[str, Literal["float32", "bfloat16"]] = {
-    "float32": "float32",
-    "bfloat16": "bfloat16",
-    "int8": "float32",
-}
 
 
 def load_policy(
@@ -53,13 +48,11 @@ def load_policy(
     if dtype == "int8" and device.type != "cpu":
         raise ValueError(f"int8 is for CPUs, the device is {device}. Use bfloat16 there.")
     folder = assets.resolve(location)
-    config = _find_config(folder, preset)
-    if default_prompt is not None:
-        data = dataclasses.replace(config.data, default_prompt=default_prompt)
-        config = dataclasses.replace(config, data=data)
+    config = _with_prompt(_find_config(folder, preset), default_prompt)
     if dtype is not None:
-        computed = dataclasses.replace(config.model, dtype=_COMPUTED[dtype])
-        config = dataclasses.replace(config, model=computed)
+        computed: Dtype = "float32" if dtype == "int8" else dtype
+        model_config = dataclasses.replace(config.model, dtype=computed)
+        config = dataclasses.replace(config, model=model_config)
     pipeline = _with_statistics(config.data_config(), folder, config.name)
     model = weights.load_model(
         folder, config.model, dtype=None if dtype is None else _HELD[dtype], device=device
@@ -74,18 +67,13 @@ def random_policy(
 ) -> Policy:
     """Return a tiny model with random weights and the preset's robot, to test what is around it."""
     config = presets.get(preset) if isinstance(preset, str) else preset
-    if default_prompt is not None:
-        data = dataclasses.replace(config.data, default_prompt=default_prompt)
-        config = dataclasses.replace(config, data=data)
-    small: dict[str, Any] = {
-        "vision": VISION["dummy"],
-        "vlm": GEMMA["dummy"],
-        "vocab_size": 4_096,
-        "image_size": 224,
-    }
+    config = _with_prompt(config, default_prompt)
+    small: dict[str, Any] = {"vision": VISION["dummy"], "vlm": GEMMA["dummy"], "vocab_size": 4_096}
     if hasattr(config.model, "action_expert"):
         small["action_expert"] = GEMMA["dummy"]
-    model_config = dataclasses.replace(config.model, **small, tokenizer="bytes", dtype="float32")
+    model_config = dataclasses.replace(
+        config.model, **small, image_size=224, tokenizer="bytes", dtype="float32"
+    )
     pipeline = config.data.create(config.assets_dirs, model_config)
     if pipeline.fake:
         raise ValueError(
@@ -96,6 +84,13 @@ def random_policy(
     pipeline = dataclasses.replace(pipeline, norm_stats={})
     model = weights.build_model(model_config)
     return Policy(model, pipeline, metadata=config.policy_metadata, **options)
+
+
+def _with_prompt(config: TrainConfig, default_prompt: str | None) -> TrainConfig:
+    if default_prompt is None:
+        return config
+    data = dataclasses.replace(config.data, default_prompt=default_prompt)
+    return dataclasses.replace(config, data=data)
 
 
 def _usable_device(device: str | torch.device | None) -> torch.device:

@@ -22,7 +22,6 @@ from piston.models.gemma import Mask, Rope
 from piston.models.integrator import Guidance
 from piston.models.model import Model, TokenGroup
 from piston.models.precision import linear_in_float32
-from piston.models.prefix import Packing
 from piston.observation import Actions, Observation, send
 
 _PADDING_ID = 0
@@ -38,7 +37,7 @@ class Pi0FAST(Model):
     def training_losses(
         self,
         observation: Observation,
-        actions: Actions | None = None,  # noqa: ARG002
+        actions: Tensor | None = None,  # noqa: ARG002
         draws: Mapping[str, Tensor] | None = None,  # noqa: ARG002
     ) -> dict[str, Float[Tensor, " b"] | Float[Tensor, "b h a"]]:
         """Return `tokens`: cross-entropy of the next token, averaged over the `token_loss_mask`.
@@ -125,7 +124,7 @@ class Pi0FAST(Model):
         return [*super().token_groups(), codes]
 
 
-def _decoding_mask(packing: Packing, num_steps: int) -> Bool[Tensor, "b 1 t"] | None:
+def _decoding_mask(packing: masks.Packing, num_steps: int) -> Bool[Tensor, "b 1 t"] | None:
     """Return which tokens a new word attends to: its row's prefix and the words before it."""
     if packing.lengths is None:
         return None
@@ -133,7 +132,7 @@ def _decoding_mask(packing: Packing, num_steps: int) -> Bool[Tensor, "b 1 t"] | 
     return torch.cat((prefix, prefix.new_ones(len(prefix), num_steps)), dim=1)[:, None]
 
 
-def _prompt_mask(packing: Packing, starts_block: Int[Tensor, "b l"] | None) -> Mask:
+def _prompt_mask(packing: masks.Packing, starts_block: Int[Tensor, "b l"] | None) -> Mask:
     """Return the mask of a prompt with causal tokens; None if the prompt is one block."""
     if starts_block is None or not bool(starts_block.any()):
         return None

@@ -11,7 +11,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import tyro
 
@@ -137,6 +137,7 @@ GEMMA: dict[str, GemmaSize] = {
 
 
 _LORA_KINDS = ("attention", "mlp")
+Size = TypeVar("Size", GemmaSize, VisionSize)
 
 
 def size_name(size: GemmaSize | VisionSize) -> str:
@@ -154,51 +155,21 @@ def size_name(size: GemmaSize | VisionSize) -> str:
 
 
 def parse_gemma_size(text: str) -> GemmaSize:
-    if text in GEMMA:
-        return GEMMA[text]
-    numbers = _parse_numbers(
-        text, {f.name for f in dataclasses.fields(GemmaSize)} - {"lora"}, GEMMA
-    )
-    adapters = {n: numbers.pop(n) for n in tuple(numbers) if n.startswith("lora_")}
-    if adapters and "lora_rank" not in adapters:
-        raise ValueError(f"Size {text!r} has {', '.join(adapters)} but no lora_rank.")
-    lora = None
-    if adapters:
-        rank = _whole("lora_rank", adapters["lora_rank"])
-        kinds = {kind: _switch(f"lora_{kind}", adapters) for kind in _LORA_KINDS}
-        lora = LoRA(rank, adapters.get("lora_alpha", float(rank)), **kinds)
-    return GemmaSize(**{n: _whole(n, number) for n, number in numbers.items()}, lora=lora)
+    optional = {"lora_rank", "lora_alpha", *(f"lora_{kind}" for kind in _LORA_KINDS)}
+    return GEMMA.get(text) or _parse_size(GemmaSize, GEMMA, text, optional)
 
 
 def parse_vision_size(text: str) -> VisionSize:
-    if text in VISION:
-        return VISION[text]
-    names = {field.name for field in dataclasses.fields(VisionSize)} - {"stem"}
-    numbers = _parse_numbers(text, names, VISION)
-    return VisionSize(**{name: _whole(name, number) for name, number in numbers.items()})
+    return VISION.get(text) or _parse_size(VisionSize, VISION, text, {"stem"})
 
 
-def _whole(name: str, number: float) -> int:
-    if not number.is_integer():  # neither is infinity
-        raise ValueError(f"{name} must be a whole number, is {number:g}.")
-    return int(number)
-
-
-def _switch(name: str, numbers: Mapping[str, float]) -> bool:
-    number = numbers.get(name, 1.0)
-    if number not in (0, 1):
-        raise ValueError(f"{name} must be 0 or 1, is {number:g}.")
-    return bool(number)
-
-
-def _parse_numbers(text: str, required: set[str], known: Mapping[str, object]) -> dict[str, float]:
-    lora = {"lora_rank", "lora_alpha", *(f"lora_{kind}" for kind in _LORA_KINDS)}
-    optional = lora if known is GEMMA else {"stem"}
+def _parse_size(kind: type[Size], known: Mapping[str, Size], text: str, optional: set[str]) -> Size:
+    required = {field.name for field in dataclasses.fields(kind)} - {"lora", "stem"}
     try:
         pairs = [(name, float(number)) for name, number in (p.split("=") for p in text.split(","))]
     except ValueError:
         pairs = []
-    numbers = dict(pairs)
+    numbers: dict[str, float] = dict(pairs)
     if len(numbers) < len(pairs):
         raise ValueError(f"Size {text!r} gives a name twice.")
     if not required <= numbers.keys() <= required | optional:
@@ -206,12 +177,28 @@ def _parse_numbers(text: str, required: set[str], known: Mapping[str, object]) -
             f"Unknown size {text!r}. Known: {', '.join(known)}; or give all of "
             + ",".join(f"{name}=N" for name in sorted(required))
         )
-    return numbers
+    for name in required | (numbers.keys() & {"stem", "lora_rank"}):
+        if not numbers[name].is_integer():  # neither is infinity
+            raise ValueError(f"{name} must be a whole number, is {numbers[name]:g}.")
+    adapters = {name: numbers.pop(name) for name in [*numbers] if name.startswith("lora_")}
+    parts: dict[str, Any] = {name: int(number) for name, number in numbers.items()}
+    if adapters:
+        parts["lora"] = _parse_lora(text, adapters)
+    return kind(**parts)
 
 
-def _named(
-    parse: Callable[[str], GemmaSize | VisionSize],
-) -> tyro.constructors.PrimitiveConstructorSpec:
+def _parse_lora(text: str, numbers: Mapping[str, float]) -> LoRA:
+    if "lora_rank" not in numbers:
+        raise ValueError(f"Size {text!r} has {', '.join(numbers)} but no lora_rank.")
+    rank, kinds = numbers["lora_rank"], {k: numbers.get(f"lora_{k}", 1.0) for k in _LORA_KINDS}
+    for kind, number in kinds.items():
+        if number not in (0, 1):
+            raise ValueError(f"lora_{kind} must be 0 or 1, is {number:g}.")
+    switches = {kind: bool(number) for kind, number in kinds.items()}
+    return LoRA(int(rank), numbers.get("lora_alpha", rank), **switches)
+
+
+def _named(parse: Callable[[str], Size]) -> tyro.constructors.PrimitiveConstructorSpec:
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
         metavar="NAME|width=…,depth=…",
@@ -278,38 +265,30 @@ class ModelConfig(abc.ABC):
         """Tokens kept for the prompt when `max_token_len` does not say."""
 
     @property
-    def prompt_length(self) -> int:
-        return self.usual_prompt_length if self.max_token_len is None else self.max_token_len
-
-    @property
-    def denoises(self) -> bool:
-        """Whether actions are denoised by a flow; otherwise they are written as tokens."""
-        return self.action_tokenizer is None
-
-    @property
-    def uses_augmentation(self) -> bool:
-        """Whether the family is trained on randomly changed images."""
-        return True
-
-    @property
+    @abc.abstractmethod
     def uses_quantiles(self) -> bool:
         """Whether states and actions are normalised by quantiles rather than mean and std."""
-        return True
 
     @property
-    def masks_absent_cameras(self) -> bool:
-        """An absent camera is masked out (True), or shown to the model as a black image."""
-        return True
-
-    @property
+    @abc.abstractmethod
     def state_in_prompt(self) -> bool:
         """Whether the state is written into the prompt as numbers."""
-        return False
+
+    # Whether actions are denoised by a flow; otherwise they are written as tokens.
+    denoises: ClassVar[bool] = True
+    # Whether the family is trained on randomly changed images.
+    uses_augmentation: ClassVar[bool] = True
+    # An absent camera is masked out (True), or shown to the model as a black image.
+    masks_absent_cameras: ClassVar[bool] = True
 
     @property
     def action_tokenizer(self) -> str | None:
         """Location of the tokenizer of a model that writes actions as tokens; None for others."""
         return None
+
+    @property
+    def prompt_length(self) -> int:
+        return self.usual_prompt_length if self.max_token_len is None else self.max_token_len
 
     @property
     def tokens_per_camera(self) -> int:
@@ -365,6 +344,11 @@ class Pi0Config(ModelConfig):
 class Pi0FASTConfig(ModelConfig):
     """The autoregressive model: actions as FAST tokens."""
 
+    family = "π0-FAST"
+    usual_prompt_length = 250
+    state_in_prompt = uses_quantiles = True
+    denoises = masks_absent_cameras = uses_augmentation = False
+
     # Actions per chunk.
     action_horizon: int = 32
     # The camera slots, in the order in which their tokens stand in the prefix.
@@ -382,25 +366,5 @@ class Pi0FASTConfig(ModelConfig):
             )
 
     @property
-    def family(self) -> str:
-        return "π0-FAST"
-
-    @property
-    def usual_prompt_length(self) -> int:
-        return 250
-
-    @property
-    def masks_absent_cameras(self) -> bool:
-        return False
-
-    @property
-    def state_in_prompt(self) -> bool:
-        return True
-
-    @property
     def action_tokenizer(self) -> str:
         return self.fast_tokenizer or PUBLIC_FAST
-
-    @property
-    def uses_augmentation(self) -> bool:
-        return False

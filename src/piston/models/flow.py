@@ -6,6 +6,10 @@ step of the integrator or once per draw of noise in training.
 
     x_t = t · noise + (1 − t) · actions        velocity = noise − actions        t: 1 noise, 0 data
 
+π0 and π0.5 differ in the suffix only: `TokenSuffix` gives the state a token and mixes time into
+every action token; `AdaptiveSuffix` has action tokens only and hands time to the expert's norms.
+Both are small and stay in float32.
+
 Dims: b batch, n noise draws or candidates, h horizon, a action dim, s suffix tokens, d width,
 k times.
 """
@@ -13,19 +17,106 @@ k times.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
 
 from piston.models import masks
 from piston.models.configs import Pi0Config
 from piston.models.gemma import Expert, KVCache, Mask, Modulation, Rope
 from piston.models.integrator import Guidance, integrate
 from piston.models.model import Model, TokenGroup
-from piston.models.suffix import AdaptiveSuffix, TokenSuffix
 from piston.observation import Actions, Observation
+
+_MIN_PERIOD, _MAX_PERIOD = 4e-3, 4.0
+
+
+def embed_time(time: Float[Tensor, " k"], width: int) -> Float[Tensor, "k d"]:
+    """Return sines, then cosines, of time with geometrically spaced periods."""
+    # float64: with a period of 4e-3, float32 angles would already cost four digits.
+    fraction = torch.linspace(0, 1, width // 2, dtype=torch.float64, device=time.device)
+    period = _MIN_PERIOD * (_MAX_PERIOD / _MIN_PERIOD) ** fraction
+    angle = 2 * math.pi * time.double()[:, None] / period
+    return torch.cat((angle.sin(), angle.cos()), dim=-1).float()
+
+
+class TokenSuffix(nn.Module):
+    """π0: one state token, then the actions, each mixed with time."""
+
+    # Whether the suffix is more than one block of the attention mask.
+    has_blocks = True
+
+    def __init__(self, config: Pi0Config) -> None:
+        super().__init__()
+        self.horizon, self.width = config.action_horizon, config.action_expert.width
+        self.state = nn.Linear(config.action_dim, self.width)
+        self.action_in = nn.Linear(config.action_dim, self.width)
+        self.time_action_in = nn.Linear(2 * self.width, self.width)
+        self.time_action_out = nn.Linear(self.width, self.width)
+        self.action_out = nn.Linear(self.width, config.action_dim)
+
+    def check_state(self, state: Tensor) -> None:
+        if state.ndim != 2 or state.shape[1] != self.state.in_features:
+            raise ValueError(
+                f"state has shape {tuple(state.shape)}, expected (batch, {self.state.in_features}):"
+                " π0 reads a state as wide as its actions. Pad it with zeros."
+            )
+
+    def starts_block(self, device: torch.device) -> Bool[Tensor, " s"]:
+        """Return which tokens start a block: the state and the first action."""
+        return torch.arange(self.horizon + 1, device=device) < 2
+
+    def condition(self, time: Float[Tensor, " k"]) -> Float[Tensor, "k d"]:
+        """Return the part of `time_action_in` that depends on time alone."""
+        weight = self.time_action_in.weight[:, self.width :]
+        return nn.functional.linear(embed_time(time, self.width), weight, self.time_action_in.bias)
+
+    def tokens(
+        self,
+        state: Float[Tensor, "b a"],
+        noisy_actions: Float[Tensor, "b h a"],
+        condition: Float[Tensor, "#b d"],
+    ) -> Float[Tensor, "b s d"]:
+        weight = self.time_action_in.weight[:, : self.width]
+        mixed = nn.functional.linear(self.action_in(noisy_actions), weight) + condition[:, None]
+        actions = self.time_action_out(nn.functional.silu(mixed))
+        return torch.cat((self.state(state)[:, None], actions), dim=1)
+
+
+class AdaptiveSuffix(nn.Module):
+    """π0.5: the actions alone; the state is in the prompt, and time conditions the norms."""
+
+    has_blocks = False
+
+    def __init__(self, config: Pi0Config) -> None:
+        super().__init__()
+        self.horizon, self.width = config.action_horizon, config.action_expert.width
+        self.action_in = nn.Linear(config.action_dim, self.width)
+        self.time_in = nn.Linear(self.width, self.width)
+        self.time_out = nn.Linear(self.width, self.width)
+        self.action_out = nn.Linear(self.width, config.action_dim)
+
+    def check_state(self, state: Tensor) -> None:
+        """Accept any state: the model reads it from the prompt."""
+
+    def starts_block(self, device: torch.device) -> Bool[Tensor, " s"]:
+        """Return which tokens start a block: the first action."""
+        return torch.arange(self.horizon, device=device) < 1
+
+    def condition(self, time: Float[Tensor, " k"]) -> Float[Tensor, "k d"]:
+        hidden = nn.functional.silu(self.time_in(embed_time(time, self.width)))
+        return nn.functional.silu(self.time_out(hidden))
+
+    def tokens(
+        self,
+        state: Float[Tensor, "b _"],  # noqa: ARG002
+        noisy_actions: Float[Tensor, "b h a"],
+        condition: Float[Tensor, "#b d"],  # noqa: ARG002
+    ) -> Float[Tensor, "b s d"]:
+        return self.action_in(noisy_actions)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +157,10 @@ class Condition:
 
 
 class Pi0(Model):
-    """A flow model; `config.pi05` chooses the suffix and the action expert's norms, here only."""
+    """A flow model; `config.pi05` chooses the suffix and the action expert's norms, here only.
+
+    Actions, noise and times are annotated as plain tensors where a method checks their shapes.
+    """
 
     config: Pi0Config
 
@@ -92,7 +186,7 @@ class Pi0(Model):
         }
 
     def training_losses(
-        self, observation: Observation, actions: Actions | None, draws: Mapping[str, Tensor]
+        self, observation: Observation, actions: Tensor | None, draws: Mapping[str, Tensor]
     ) -> dict[str, Float[Tensor, " b"] | Float[Tensor, "b h a"]]:
         """Return `velocity`: the squared error of every number of the velocity."""
         if actions is None:
@@ -101,13 +195,12 @@ class Pi0(Model):
         return {"velocity": error.mean(1)}
 
     def velocity_error(
-        self,
-        observation: Observation,
-        actions: Actions,
-        noise: Float[Tensor, "b n h a"],
-        time: Float[Tensor, "b n"],
+        self, observation: Observation, actions: Tensor, noise: Tensor, time: Tensor
     ) -> Float[Tensor, "b n h a"]:
-        """Return the squared error of the velocity for several draws that share one prefix."""
+        """Return the squared error of the velocity for several draws that share one prefix.
+
+        `noise` has shape (b, n, h, a) and `time` (b, n).
+        """
         batch = observation.batch_size
         self._check_chunk("actions", actions, (batch,))
         self._check_chunk("noise", noise, (batch, *noise.shape[1:2]))
@@ -128,7 +221,7 @@ class Pi0(Model):
     def act(
         self,
         observation: Observation,
-        noise: Float[Tensor, "b h a"] | Float[Tensor, "b n h a"] | None = None,
+        noise: Tensor | None = None,
         *,
         num_steps: int | None = None,
         guidance: Guidance | None = None,
@@ -175,10 +268,7 @@ class Pi0(Model):
         return PrefixCache(caches, state.float(), Rope.at(behind + steps, head_dim), mask)
 
     def velocity(
-        self,
-        noisy_actions: Float[Tensor, "b h a"],
-        time: Float[Tensor, " b"] | Condition,
-        cache: PrefixCache,
+        self, noisy_actions: Tensor, time: Tensor | Condition, cache: PrefixCache
     ) -> Float[Tensor, "b h a"]:
         """Predict the direction from the actions (time 0) to the noise (time 1).
 
@@ -198,10 +288,7 @@ class Pi0(Model):
         return prefix.packing.unpack(output)
 
     def suffix_output(
-        self,
-        noisy_actions: Float[Tensor, "b h a"],
-        time: Float[Tensor, " b"] | Condition,
-        cache: PrefixCache,
+        self, noisy_actions: Tensor, time: Tensor | Condition, cache: PrefixCache
     ) -> Float[Tensor, "b s d"]:
         """Return the action expert's output for every suffix token."""
         batch = len(cache.state)

@@ -136,14 +136,14 @@ class AdaptiveRMSNorm(nn.Module):
     def modulate(self, condition: Float[Tensor, "b d"]) -> Modulation:
         return self.modulation(condition)[:, None]
 
-    def forward(self, x: Tokens, modulation: Modulation) -> tuple[Tokens, Float[Tensor, "b 1 d"]]:
+    def forward(self, x: Tokens, modulation: Modulation) -> tuple[Tokens, Float[Tensor, "#b 1 d"]]:
         assert modulation is not None
         scale, shift, gate = modulation.chunk(3, dim=-1)
         normed = nn.functional.rms_norm(x.float(), x.shape[-1:], None, _EPSILON)
         return (normed * (1 + scale.float()) + shift.float()).to(x.dtype), gate
 
 
-def add_gated(x: Tokens, branch: Tokens, gate: Float[Tensor, "b 1 d"] | None) -> Tokens:
+def add_gated(x: Tokens, branch: Tokens, gate: Float[Tensor, "#b 1 d"] | None) -> Tokens:
     return x + branch if gate is None else x + branch * gate
 
 

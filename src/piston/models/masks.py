@@ -1,4 +1,10 @@
-"""Attention masks and positions.
+"""Packed rows of tokens, attention masks and positions.
+
+A padded row holds every camera slot and the whole prompt; a packed row holds the valid tokens,
+moved to the left. Only packed tokens enter the network:
+
+    padded   [ base ][ absent ][ wrist ][ prompt ····· ]     packed   [ base ][ wrist ][ prompt ]
+    padded   [ base ][ absent ][ absent ][ prompt ···· ]              [ base ][ prompt ] ········
 
 A token may start a block. Token i attends to token j if j's block is not after i's and both are
 valid. π0, with one token per group:
@@ -9,16 +15,69 @@ valid. π0, with one token per group:
     state        ■      ■     ■      ·      the state starts a block
     actions      ■      ■     ■      ■      the first action starts another
 
-Dims: b batch, t tokens, p prefix tokens, s suffix tokens.
+Dims: b batch, l padded length, p packed length, t tokens, s suffix tokens, d width.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
+
+from piston.observation import send
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """Where each token of the padded rows is in the packed ones."""
+
+    valid: Bool[Tensor, "b l"]
+    # The padded position of each packed token; padding points at some token that is not valid.
+    source: Int[Tensor, "b p"]
+    # Tokens in each packed row; None when all rows are full, and nothing needs a mask.
+    lengths: Int[Tensor, " b"] | None
+
+    @classmethod
+    def of(cls, valid: Bool[Tensor, "b l"]) -> Packing:
+        lengths = valid.sum(1)
+        shortest, longest = torch.stack((lengths.min(), lengths.max())).tolist()
+        if longest == 0:
+            raise ValueError(
+                "The observation has no camera and no prompt in any sample: every image mask and "
+                "every prompt mask is False. Give at least one."
+            )
+        order = valid.byte().argsort(dim=1, descending=True, stable=True)
+        return cls(valid, order[:, :longest], None if shortest == longest else lengths)
+
+    def to(self, device: torch.device) -> Packing:
+        lengths = None if self.lengths is None else send(self.lengths, device)
+        return Packing(send(self.valid, device), send(self.source, device), lengths)
+
+    @property
+    def size(self) -> int:
+        """Tokens in the longest packed row."""
+        return self.source.shape[1]
+
+    def pack(self, padded: Shaped[Tensor, "b l"]) -> Shaped[Tensor, "b p"]:
+        return padded.gather(1, self.source)
+
+    def unpack(self, packed: Float[Tensor, "b p d"]) -> Float[Tensor, "b l d"]:
+        """Back to padded rows, with zeros where no token is valid."""
+        padded = packed.new_zeros(*self.valid.shape, packed.shape[-1])
+        padded[self.valid] = packed[self.pack(self.valid)]
+        return padded
+
+
+def index_of_valid(valid: Bool[Tensor, "b l"], num_images: int) -> Int[Tensor, "b l"]:
+    """Return each valid token's index among all valid image tokens, then all valid words."""
+    parts = valid[:, :num_images], valid[:, num_images:]
+    order = torch.cat([part.flatten() for part in parts]).long().cumsum(0) - 1
+    orders = order.split([part.numel() for part in parts])
+    index = torch.cat([found.view(part.shape) for found, part in zip(orders, parts)], dim=1)
+    return index.where(valid, 0)
 
 
 def block_mask(

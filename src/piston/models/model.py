@@ -2,7 +2,7 @@
 
 All models begin alike: a vision tower and an expert, the VLM, that processes images and prompt.
 
-Dims: b batch, n noise draws or candidates, h horizon, a action dim, s prefix tokens, d width.
+Dims: b batch, c cameras, n noise draws or candidates, h horizon, a action dim, s prefix tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from piston.models import masks
@@ -20,9 +20,15 @@ from piston.models.configs import ModelConfig
 from piston.models.gemma import Expert, KVCache, Mask, Rope, Tokens
 from piston.models.integrator import Guidance
 from piston.models.precision import torch_dtype
-from piston.models.prefix import Packing, Prefix, index_of_valid, present_images, prompt_of
-from piston.models.siglip import VisionTower
-from piston.observation import Actions, Observation, send
+from piston.models.siglip import VisionTower, to_unit_range
+from piston.observation import Actions, Image, Observation, send
+
+
+class Prefix(NamedTuple):
+    """Images and prompt as one row of tokens per sample, without anything absent."""
+
+    tokens: Tokens
+    packing: masks.Packing
 
 
 class TokenGroup(NamedTuple):
@@ -38,7 +44,12 @@ class TokenGroup(NamedTuple):
 
 
 class Model(nn.Module, abc.ABC):
-    """What every model has and can do. `config.denoises` says whether it starts from noise."""
+    """What every model has and can do. `config.denoises` says whether it starts from noise.
+
+    Build models with `piston.weights.build_model`, which chooses how this machine's CPU multiplies
+    bfloat16. On a model built otherwise call `precision.use_fastest_products` before its first
+    bfloat16 product: on virtual machines with broken matrix tiles PyTorch's own would crash.
+    """
 
     config: ModelConfig
 
@@ -63,7 +74,7 @@ class Model(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def training_losses(
-        self, observation: Observation, actions: Actions | None, draws: Mapping[str, Tensor]
+        self, observation: Observation, actions: Tensor | None, draws: Mapping[str, Tensor]
     ) -> dict[str, Float[Tensor, " b"] | Float[Tensor, "b h a"]]:
         """Return the losses that are minimised together, by name.
 
@@ -75,7 +86,7 @@ class Model(nn.Module, abc.ABC):
     def act(
         self,
         observation: Observation,
-        noise: Float[Tensor, "b h a"] | Float[Tensor, "b n h a"] | None = None,
+        noise: Tensor | None = None,
         *,
         num_steps: int | None = None,
         guidance: Guidance | None = None,
@@ -85,8 +96,8 @@ class Model(nn.Module, abc.ABC):
         """Return a chunk of actions per sample, or the tokens that stand for it.
 
         `num_steps` limits the steps of the integrator or the tokens that are decoded. For models
-        that denoise: `noise` to start from (drawn with `generator` by default; with an axis n it
-        gives as many candidates, which share one prefix), `guidance` towards the previous chunk,
+        that denoise: `noise` (b, h, a) to start from (drawn with `generator` by default; as (b, n,
+        h, a) it gives n candidates, which share one prefix), `guidance` towards the previous chunk,
         and `visit`, which is called with the noisy actions before each step and with the result.
         """
 
@@ -120,19 +131,41 @@ class Model(nn.Module, abc.ABC):
 
     def embed_prefix(self, observation: Observation) -> Prefix:
         """Return the tokens that the VLM reads: those of present images and valid words alone."""
-        present, images = present_images(observation, self.config.cameras)
-        prompt, prompt_mask = prompt_of(observation)
+        device, prompt = observation.device, observation.tokenized_prompt
+        words_mask = observation.tokenized_prompt_mask
+        if prompt is None:
+            prompt = torch.zeros((observation.batch_size, 0), dtype=torch.long, device=device)
+            words_mask = prompt.bool()
+        elif words_mask is None:
+            raise ValueError("The observation has a tokenized_prompt but no tokenized_prompt_mask.")
+        present, images = self._present_images(observation)
         image_mask = present.repeat_interleave(self.vision.num_tokens, 1)
-        valid = torch.cat((image_mask, prompt_mask), dim=1)
-        packing = Packing.of(valid)
+        valid = torch.cat((image_mask, words_mask), dim=1)
+        packing = masks.Packing.of(valid)
 
         # Indices are computed where the masks are, so that nothing waits for the device.
-        words = send(prompt_mask.flatten().nonzero()[:, 0], prompt.device)
+        words = send(words_mask.flatten().nonzero()[:, 0], device)
         tokens = [self.vlm.embed(prompt.flatten()[words], self.compute_dtype)]
         if len(images):
             tokens.insert(0, self.vision(images, self.compute_dtype).flatten(0, 1))
-        index = send(packing.pack(index_of_valid(valid, image_mask.shape[1])), prompt.device)
-        return Prefix(torch.cat(tokens)[index], packing.to(prompt.device))
+        index = send(packing.pack(masks.index_of_valid(valid, image_mask.shape[1])), device)
+        return Prefix(torch.cat(tokens)[index], packing.to(device))
+
+    def _present_images(self, observation: Observation) -> tuple[Bool[Tensor, "b c"], Image]:
+        """Return which sample has which camera, and the present images, sample by sample."""
+        cameras = self.config.cameras
+        if set(observation.images) != set(cameras):
+            raise ValueError(
+                f"The model has the cameras {list(cameras)}; the observation has "
+                f"{sorted(observation.images)}. Give every slot an image, with mask False if "
+                "absent."
+            )
+        present = torch.stack([observation.image_masks[camera] for camera in cameras], dim=1)
+        images = [observation.images[camera] for camera in cameras]
+        if len({image.dtype for image in images}) > 1:
+            images = [to_unit_range(image) for image in images]  # bytes and floats differ in range
+        index = send(present.flatten().nonzero()[:, 0], observation.device)
+        return present, torch.stack(images, dim=1).flatten(0, 1)[index]
 
     def vlm_inputs(
         self,

@@ -99,7 +99,7 @@ def attention(
     query: Float[Tensor, "b n t d"],
     key: Float[Tensor, "b n s d"],
     value: Float[Tensor, "b n s d"],
-    mask: Bool[Tensor, "b 1 t s"] | None = None,
+    mask: Bool[Tensor, "#b 1 #t s"] | None = None,
 ) -> Float[Tensor, "b n t d"]:
     """Softmax attention; logits and softmax accumulate in float32 for every input precision."""
     dtype = query.dtype

@@ -20,7 +20,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -213,7 +213,7 @@ class CheckpointWriter:
         if self._error is not None:
             raise self._not_saved(self._error) from self._error
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> CheckpointWriter:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from PIL import Image
@@ -31,6 +31,7 @@ _WANDB_WITHOUT_LOGIN = ("offline", "dryrun", "disabled")
 Metrics = Mapping[str, float | Sequence[float] | None]
 
 
+@runtime_checkable
 class Tracker(Protocol):
     def log(self, step: int, metrics: Metrics) -> None: ...
 
