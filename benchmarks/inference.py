@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from common import main, median_seconds, seconds_of
 from piston import weights
 from piston.cli.console import console
-from piston.inference.quantization import quantize_for_inference
+from piston.inference.loading import quantize_for_inference
 from piston.models import cpu
 from piston.models.configs import GEMMA, VISION, Pi0Config
 from piston.models.flow import Pi0

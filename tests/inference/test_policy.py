@@ -10,9 +10,8 @@ import torch
 import piston
 from piston import presets, weights
 from piston.config import TRAIN_SECTION
-from piston.inference.loading import random_policy
+from piston.inference.loading import quantize_for_inference, random_policy
 from piston.inference.policy import Policy
-from piston.inference.quantization import quantize_for_inference
 from piston.robots.aloha import make_aloha_example
 from piston.robots.simple import DROID, LIBERO, UR5
 from piston.serialization import to_json

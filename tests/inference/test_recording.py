@@ -32,7 +32,7 @@ def _observation(prompt, size=(64, 96)):
 
 def test_a_new_sentence_or_a_pause_begins_an_episode(policy, tmp_path):
     clock = Clock()
-    recording = RecordingPolicy(policy, tmp_path / "set", fps=10, clock=clock)
+    recording = RecordingPolicy(policy, tmp_path / "set", fps=10.0, clock=clock)
     answers = []
     for seconds, prompt in [(0, "pick"), (1, "pick"), (2, "place"), (20, "place"), (21, "place")]:
         clock.now = seconds
@@ -52,7 +52,7 @@ def test_a_new_sentence_or_a_pause_begins_an_episode(policy, tmp_path):
 
 def test_a_second_session_goes_on_with_the_same_set(policy, tmp_path):
     for _ in range(2):
-        recording = RecordingPolicy(policy, tmp_path / "set", fps=10)
+        recording = RecordingPolicy(policy, tmp_path / "set", fps=10.0)
         recording.infer_batch([_observation("pick")])
         recording.close()
     assert len(open_dataset(tmp_path / "set")) == 2

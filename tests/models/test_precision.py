@@ -49,7 +49,7 @@ def test_attention_sees_through_expanded_masks_and_heads():
 
 @pytest.mark.parametrize("norm", [RMSNorm(512), LayerNorm(512, eps=1e-6)])
 def test_norms_of_bfloat16_are_computed_in_float32(norm):
-    x = (torch.randn(4, 512) * 3 + 100).bfloat16()
+    x = (torch.randn(1, 4, 512) * 3 + 100).bfloat16()
     found, exact = norm(x), norm(x.float())
     if isinstance(found, tuple):
         found, exact = found[0], exact[0]

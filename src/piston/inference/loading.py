@@ -1,7 +1,11 @@
-"""Load a policy from a checkpoint: configuration, statistics, tensors.
+"""Load a policy from a checkpoint: configuration, statistics, tensors; on CPUs also in eight bits.
 
 A folder that the trainer wrote is self-contained. Any other checkpoint holds only a model, so that
 a preset has to say which robot it is for.
+
+In eight bits each row of a weight matrix and each token's activation have a scale of their own, so
+that one large number costs precision only in its own row. Products are exact in integers. Norms,
+embeddings, attention and the small maps of the suffix stay as they are.
 """
 
 from __future__ import annotations
@@ -11,13 +15,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from jaxtyping import Float, Int8
+from torch import Tensor, nn
 
 from piston import assets, presets, weights
 from piston.config import TRAIN_SECTION, DataConfig, TrainConfig
 from piston.files import read_json_object
 from piston.inference.policy import Policy
-from piston.inference.quantization import quantize_for_inference
 from piston.models.configs import GEMMA, VISION, Dtype
+from piston.models.lora import merge_adapters
+from piston.models.precision import Linear
 from piston.transforms.normalize import read_norm_stats
 
 PolicyDtype = Literal["float32", "bfloat16", "int8"]
@@ -132,3 +139,63 @@ def _with_statistics(data: DataConfig, folder: Path, preset: str) -> DataConfig:
             if (inside / "norm_stats.json").is_file():
                 return dataclasses.replace(data, norm_stats=read_norm_stats(inside))
     return data.with_norm_stats(preset)
+
+
+class Int8Linear(nn.Module):
+    """A linear map whose weight is held, and multiplied, in eight bits."""
+
+    weight: Int8[Tensor, "o i"]
+    scale: Float[Tensor, " o"]
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        weight, scale = _quantize(linear.weight.detach().float())
+        self.register_buffer("weight", weight)
+        self.register_buffer("scale", scale[:, 0])
+        self.bias = linear.bias
+
+    def forward(self, x: Float[Tensor, "*b i"]) -> Float[Tensor, "*b o"]:
+        result: Float[Tensor, "*b o"] = _Product.apply(x, self)
+        return result
+
+    def product(self, x: Float[Tensor, "*b i"]) -> Float[Tensor, "*b o"]:
+        rows = x.reshape(-1, x.shape[-1])
+        whole, scale = _quantize(rows.float())
+        product = torch._int_mm(whole, self.weight.t()).float()
+        result = product.mul_(scale).mul_(self.scale)
+        if self.bias is not None:
+            result += self.bias
+        return result.to(x.dtype).view(*x.shape[:-1], -1)
+
+
+class _Product(torch.autograd.Function):
+    """The gradient is that of the linear map without rounding, which has none itself.
+
+    Real-time chunking differentiates through the network.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: Int8Linear) -> Tensor:
+        ctx.layer = layer
+        return layer.product(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        weight = ctx.layer.weight.to(gradient.dtype) * ctx.layer.scale[:, None].to(gradient.dtype)
+        return gradient @ weight, None
+
+
+def quantize_for_inference(model: nn.Module) -> None:
+    """Replace every large matrix of the vision tower and the experts, in place."""
+    merge_adapters(model)
+    for module in model.modules():
+        for name, child in module.named_children():
+            if isinstance(child, Linear):
+                setattr(module, name, Int8Linear(child))
+
+
+def _quantize(x: Float[Tensor, "r i"]) -> tuple[Int8[Tensor, "r i"], Float[Tensor, "r 1"]]:
+    """Return whole numbers and the scale of each row: x ≈ whole · scale."""
+    scale = x.abs().amax(dim=1, keepdim=True).clamp_(min=torch.finfo(x.dtype).tiny) / 127
+    return (x / scale).round_().to(torch.int8), scale

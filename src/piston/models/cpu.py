@@ -58,11 +58,10 @@ def tiles_are_broken(facts: Mapping[str, str]) -> bool:
 
 
 def prefers_float32(facts: Mapping[str, str], has_tiles: bool) -> bool:
-    """Return whether PyTorch multiplies float32 faster than bfloat16 here."""
-    flags = set(facts.get("flags", "").split())
-    is_x86 = "sse2" in flags
+    """Return whether PyTorch multiplies float32 faster than bfloat16 here: on most x86."""
+    flags = facts.get("flags", "").split()
     has_fast_units = "avx512_bf16" in flags and facts.get("vendor_id") != "GenuineIntel"
-    return is_x86 and not has_tiles and not has_fast_units
+    return "sse2" in flags and not has_tiles and not has_fast_units
 
 
 @functools.cache
@@ -106,26 +105,14 @@ def _scratch_memory(size: int) -> Float[Tensor, " n"]:
     return memory[:size]
 
 
-def multiply(
-    a: Float[Tensor, "m k"],
-    b: Float[Tensor, "k n"],
-    out: Float[Tensor, "m n"],
-) -> None:
+def multiply(a: Float[Tensor, "m k"], b: Float[Tensor, "k n"], out: Float[Tensor, "m n"]) -> None:
     """Write the float32 product of two bfloat16 matrices to `out`, which is contiguous."""
     product = _mkl_product()
     assert product is not None
     (layout_a, stride_a), (layout_b, stride_b) = _layout(a), _layout(b)
-    product(
-        _ROW_MAJOR,
-        *(layout_a, layout_b),
-        *out.shape,
-        a.shape[1],
-        1.0,
-        *(a.data_ptr(), stride_a),
-        *(b.data_ptr(), stride_b),
-        0.0,
-        *(out.data_ptr(), out.shape[1]),
-    )
+    sizes = (_ROW_MAJOR, layout_a, layout_b, *out.shape, a.shape[1])
+    factors = (1.0, a.data_ptr(), stride_a, b.data_ptr(), stride_b)
+    product(*sizes, *factors, 0.0, out.data_ptr(), out.shape[1])
 
 
 def _layout(matrix: Tensor) -> tuple[int, int]:
@@ -144,13 +131,11 @@ def multiply_rounded(
     out = a.new_empty(rows, columns)
     if out.numel() == 0:
         return out
-    if columns >= rows:
-        size = max(1, _PART // rows)
-        places = [(slice(None), slice(i, i + size)) for i in range(0, columns, size)]
-    else:
-        size = max(1, _PART // columns)
-        places = [(slice(i, i + size), slice(None)) for i in range(0, rows, size)]
-    for of_a, of_b in places:
+    size = max(1, _PART // min(rows, columns))
+    everything = slice(None)
+    for start in range(0, max(rows, columns), size):
+        piece = slice(start, start + size)
+        of_a, of_b = (everything, piece) if columns >= rows else (piece, everything)
         place = out[of_a, of_b]
         part = _scratch_memory(place.numel()).view(place.shape)
         multiply(a[of_a], b[:, of_b], part)
@@ -168,7 +153,7 @@ def multiply_rounded(
 )
 def tile_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x · weightᵀ + bias for a bfloat16 x; the others may have another dtype."""
-    product = multiply_rounded(_as_rows(x), _narrow(weight).t(), bias)
+    product = multiply_rounded(_as_rows(x), _as_rows(weight).t(), bias)
     return product.view(*x.shape[:-1], len(weight))
 
 
@@ -186,20 +171,20 @@ def tile_linear_backward(
     rows = _as_rows(gradient)
     of_x, of_weight = x.new_empty(0), weight.new_empty(0)
     if needs_x:
-        of_x = multiply_rounded(rows, _narrow(weight)).view(x.shape)
+        of_x = multiply_rounded(rows, _as_rows(weight)).view(x.shape)
     if needs_weight:
-        product = torch.zeros(weight.shape) if rows.numel() == 0 else torch.empty(weight.shape)
-        multiply(rows.t(), _as_rows(x), product)
+        product = torch.empty(weight.shape)
+        if rows.numel():
+            multiply(rows.t(), _as_rows(x), product)
+        else:
+            product.zero_()
         of_weight = product.to(weight.dtype)
     return of_x, of_weight
 
 
 def _as_rows(x: Float[Tensor, "*b i"]) -> Float[Tensor, "m i"]:
-    return x.reshape(-1, x.shape[-1]).contiguous()
-
-
-def _narrow(weight: Float[Tensor, "o i"]) -> Float[Tensor, "o i"]:
-    return weight.to(torch.bfloat16).contiguous()
+    """Return contiguous rows of bfloat16."""
+    return x.reshape(-1, x.shape[-1]).to(torch.bfloat16).contiguous()
 
 
 @tile_linear.register_fake
@@ -215,10 +200,8 @@ def _shapes(
     needs_x: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    return (
-        x.new_empty(x.shape if needs_x else 0),
-        weight.new_empty(weight.shape if needs_weight else 0),
-    )
+    of_weight = weight.new_empty(weight.shape if needs_weight else 0)
+    return x.new_empty(x.shape if needs_x else 0), of_weight
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
@@ -230,12 +213,10 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     needs_x, needs_weight, needs_bias = ctx.needs_input_grad
     of_x, of_weight = tile_linear_backward(gradient, *ctx.saved_tensors, needs_x, needs_weight)
-    of_bias = gradient.flatten(0, -2).sum(0, dtype=torch.float32) if needs_bias else None
-    return (
-        of_x if needs_x else None,
-        of_weight if needs_weight else None,
-        None if of_bias is None else of_bias.to(ctx.bias_dtype),
-    )
+    of_bias = None
+    if needs_bias:
+        of_bias = gradient.flatten(0, -2).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+    return of_x if needs_x else None, of_weight if needs_weight else None, of_bias
 
 
 tile_linear.register_autograd(_backward, setup_context=_save_inputs)

@@ -299,14 +299,9 @@ class Pi0(Model):
             )
         condition = time if isinstance(time, Condition) else self.condition(time)
         tokens = self.suffix.tokens(cache.state, noisy_actions.float(), condition.vector)
-        output, _ = self.action_expert(
-            tokens.to(self.compute_dtype),
-            cache.caches,
-            cache.rope,
-            cache.mask,
-            condition.modulations,
-        )
-        return output
+        tokens = tokens.to(self.compute_dtype)
+        parts = (cache.caches, cache.rope, cache.mask, condition.modulations)
+        return self.action_expert(tokens, *parts)[0]
 
     def unused_parameters(self) -> list[str]:
         """Return the names of the tail of the VLM's last layer, which no action depends on."""
@@ -318,12 +313,8 @@ class Pi0(Model):
         return [name for name, _ in self.named_parameters() if name.startswith(tail)]
 
     def token_groups(self) -> list[TokenGroup]:
-        actions = TokenGroup(
-            "actions",
-            self.config.action_horizon,
-            "suffix, one per step of the chunk",
-            starts_block=True,
-        )
+        horizon, source = self.config.action_horizon, "suffix, one per step of the chunk"
+        actions = TokenGroup("actions", horizon, source, starts_block=True)
         state = [TokenGroup("state", 1, "suffix", starts_block=True)]
         return [*super().token_groups(), *(state if self.suffix.has_blocks else []), actions]
 

@@ -45,14 +45,14 @@ class LoRALinear(Linear):
         super().__init__(in_features, out_features, bias=False)
         self.lora_a = nn.Parameter(torch.empty(groups, lora.rank, in_features))
         self.lora_b = nn.Parameter(torch.empty(groups, out_features // groups, lora.rank))
-        self.reset_adapters()
+        self._reset_adapters()
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
         if hasattr(self, "lora_b"):  # not yet while nn.Linear's constructor runs
-            self.reset_adapters()
+            self._reset_adapters()
 
-    def reset_adapters(self) -> None:
+    def _reset_adapters(self) -> None:
         nn.init.normal_(self.lora_a, std=self.in_features**-0.5)
         nn.init.zeros_(self.lora_b)  # so that training starts from the base model
 
@@ -106,7 +106,8 @@ def without_adapters(config: Config) -> Config:
 
 def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return the adapters alone, under their names in the whole model."""
-    return {name: value for name, value in model.state_dict().items() if is_adapter(name)}
+    state = model.state_dict()
+    return {n: value for n, value in state.items() if n.endswith((".lora_a", ".lora_b"))}
 
 
 def load_adapter_state_dict(model: nn.Module, adapters: Mapping[str, Tensor]) -> None:
@@ -127,10 +128,6 @@ def load_adapter_state_dict(model: nn.Module, adapters: Mapping[str, Tensor]) ->
     with torch.no_grad():
         for name, value in expected.items():
             value.copy_(adapters[name])
-
-
-def is_adapter(name: str) -> bool:
-    return name.endswith((".lora_a", ".lora_b"))
 
 
 def matching_parameters(names: Iterable[str], patterns: Sequence[str]) -> list[str]:

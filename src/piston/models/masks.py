@@ -108,9 +108,7 @@ def padding_mask(lengths: Int[Tensor, " b"] | None, size: int) -> Bool[Tensor, "
 
 
 def suffix_mask(
-    lengths: Int[Tensor, " b"] | None,
-    prefix_size: int,
-    starts_block: Bool[Tensor, " s"],
+    lengths: Int[Tensor, " b"] | None, prefix_size: int, starts_block: Bool[Tensor, " s"]
 ) -> Bool[Tensor, "#b s t"]:
     """Return what suffix tokens attend to in a left-aligned prefix and among themselves.
 

@@ -19,7 +19,6 @@ from piston.models import masks
 from piston.models.configs import ModelConfig
 from piston.models.gemma import Expert, KVCache, Mask, Rope, Tokens
 from piston.models.integrator import Guidance
-from piston.models.precision import torch_dtype
 from piston.models.siglip import VisionTower, to_unit_range
 from piston.observation import Actions, Image, Observation, send
 
@@ -56,7 +55,7 @@ class Model(nn.Module, abc.ABC):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.compute_dtype = torch_dtype(config.dtype)
+        self.compute_dtype: torch.dtype = getattr(torch, config.dtype)
         self.vision = VisionTower(config.vision, config.image_size, config.vlm.width)
         self.vlm = Expert(config.vlm, vocab_size=config.vocab_size)
 

@@ -20,18 +20,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from piston.models import cpu
-from piston.models.configs import Dtype
 
 # Below, converting the weight costs more than the faster product saves (measured).
 _MIN_ROWS_IN_FLOAT32 = 128
 # Weights are converted in pieces that the allocator keeps instead of returning to the system.
 _MAX_CONVERTED_NUMBERS = 4_000_000
-
-_DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def torch_dtype(name: Dtype) -> torch.dtype:
-    return _DTYPES[name]
 
 
 class Linear(nn.Linear):

@@ -11,7 +11,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -123,17 +123,11 @@ def shard(model: Model, sharding: Sharding) -> Losses:
         # either, in a batch without images: DDP must not wait for their gradients.
         unused = bool(model.unused_parameters())
         return DistributedDataParallel(_TrainingLosses(model), find_unused_parameters=unused)
-    if sharding == "fsdp":
-        _shard_layers(model)
-        for method in ("training_losses", "act"):
-            register_fsdp_forward_method(model, method)
-    return model.training_losses
-
-
-def _shard_layers(model: Model) -> None:
-    """Shard every layer on its own, so that only one of them is gathered at a time."""
+    if sharding == "none":
+        return model.training_losses
     # Keys and values leave a layer as views, which are never changed in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    # Every layer is sharded on its own, so that only one of them is gathered at a time.
     for layer in model.layers():
         for module in layer.modules():
             if isinstance(module, AdaptiveRMSNorm):  # its modulation is computed before the layer
@@ -142,6 +136,9 @@ def _shard_layers(model: Model) -> None:
         if hasattr(layer, "prefill"):
             register_fsdp_forward_method(layer, "prefill")
     fully_shard(model)
+    for method in ("training_losses", "act"):
+        register_fsdp_forward_method(model, method)
+    return model.training_losses
 
 
 def reshard(model: nn.Module) -> None:
@@ -154,14 +151,11 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-@contextmanager
-def gradients_exchanged(forward: Losses, now: bool) -> Iterator[None]:
+def gradients_exchanged(forward: Losses, now: bool) -> AbstractContextManager[None]:
     """Within this context, with `now` False, a backward pass leaves the exchange to a later one."""
     if now or not isinstance(forward, DistributedDataParallel):
-        yield
-    else:
-        with forward.no_sync():
-            yield
+        return nullcontext()
+    return forward.no_sync()
 
 
 class _TrainingLosses(nn.Module):

@@ -96,21 +96,22 @@ class Trainer:
         step whose loss or gradients are not finite moves nothing.
         """
         self.optimizer.zero_grad(set_to_none=True)
-        draws = self._draw(len(batch["state"]), step)
-        weights = self._weights(batch)
+        draws, weights = self._draw(len(batch["state"]), step), self._weights(batch)
         # Each process divides by the weight of all, and gradients are averaged over processes.
         total_weight = self.weight(batch) if total_weight is None else total_weight
         scale = self.processes.world_size / total_weight
         losses, finite = [], []
-        parts = self._parts(len(weights))
+        size, part_size = len(weights), len(weights) // self.config.gradient_accumulation
+        parts = [slice(start, start + part_size) for start in range(0, size, part_size)]
         for part in parts:
             with gradients_exchanged(self._losses, now=part == parts[-1]):
                 named = self._named_losses(batch, part, draws)
-                loss = _total_loss(named.values(), weights[part], scale, len(weights))
+                loss = _total_loss(named.values(), weights[part], scale, size)
                 # A loss that is not finite spoils all gradients, and so those of all processes.
                 loss.backward(torch.where(loss.detach().isfinite(), 1.0, torch.nan))
             losses.append(loss.detach())
-            finite.append(_has_finite_loss(named.values()))
+            each = [one.detach().isfinite().reshape(len(one), -1).all(1) for one in named.values()]
+            finite.append(torch.stack(each).all(0))
         norm = clip_gradients(self.parameters.values(), self.config.optimizer.clip_gradient_norm)
         learning_rate = self.config.lr_schedule(step)
         optimizer_step(self.optimizer, learning_rate, norm.isfinite())
@@ -125,17 +126,15 @@ class Trainer:
         losses = [total / self.processes.world_size for total in self.processes.sum(*losses)]
         results = []
         for output, loss, norm in zip(outputs, losses, norms):
-            result = StepResult(loss, norm, output.learning_rate)
-            if result.skipped:
-                bad = (~output.has_finite_loss).nonzero()[:, 0].tolist()
-                result = dataclasses.replace(result, bad_samples=tuple(bad))
-            results.append(result)
+            skipped = not math.isfinite(norm)
+            bad = (~output.has_finite_loss).nonzero()[:, 0].tolist() if skipped else ()
+            results.append(StepResult(loss, norm, output.learning_rate, tuple(bad)))
         return results
 
     def weight(self, batch: Mapping[str, Any]) -> float:
         """Return how many numbers of the batch's actions count in the loss."""
         weights = self._weights(batch)
-        return weights.sum().item() if self._has_masks else float(weights.numel())
+        return weights.sum(dtype=torch.float64).item()
 
     @contextmanager
     def served_weights(self) -> Iterator[Model]:
@@ -147,15 +146,6 @@ class Trainer:
                 reshard(self.model)
         finally:
             self.model.train()
-
-    @property
-    def _has_masks(self) -> bool:
-        return self.config.mask_padded_steps or self._robot_action_dim is not None
-
-    def _parts(self, size: int) -> list[slice]:
-        """Return the micro-batches; gradients add up over them."""
-        part = size // self.config.gradient_accumulation
-        return [slice(start, start + part) for start in range(0, size, part)]
 
     def _draw(self, size: int, step: int) -> dict[str, Tensor]:
         """Return this process's share of the step's random numbers."""
@@ -206,11 +196,6 @@ def _total_loss(
         for loss in losses
     ]
     return torch.stack(each).sum()
-
-
-def _has_finite_loss(losses: Iterable[Tensor]) -> Bool[Tensor, " b"]:
-    each = [loss.detach().isfinite().reshape(len(loss), -1).all(1) for loss in losses]
-    return torch.stack(each).all(0)
 
 
 def _cut(batch: Mapping[str, Any], part: slice) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from piston.transforms import Data, listed, require, require_mapping
 # Interpolation may have left [0, 1] by a rounding error.
 _RANGE_TOLERANCE = 1e-3
 
-UInt8Images = UInt8[np.ndarray, "*b h w 3"]
+UInt8Images = UInt8[np.ndarray, "*b _ _ 3"]
 
 
 def to_uint8_hwc(image: Any, key: str) -> UInt8Images:
