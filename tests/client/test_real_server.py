@@ -185,7 +185,7 @@ def test_ping_says_what_is_wrong(capsys, free_port):
     assert main(["client", "ping", "127.0.0.1", *arguments]) == 1
     assert f"No server at ws://127.0.0.1:{free_port}" in capsys.readouterr().err
     assert main(["client", "ping", "--preset", "debug"]) == 1
-    assert "no robot" in capsys.readouterr().err
+    assert "no robot with an example observation" in capsys.readouterr().err
     for words, code in ((["client"], 0), (["client", "pong"], 2)):
         with pytest.raises(SystemExit) as stop:
             main(words)

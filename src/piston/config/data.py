@@ -216,8 +216,10 @@ class DataConfigFactory(abc.ABC):
 
     def example(self) -> Data:
         """Return a random observation in the robot's own keys, to try a policy."""
-        name = type(self).__name__
-        raise ValueError(f"{name} has no example observation. Choose another robot, or define one.")
+        raise ValueError(
+            f"{type(self).__name__} has no robot with an example observation. Choose a preset with "
+            "a robot, such as pi0_aloha_sim, or define example() in this class."
+        )
 
     def create_base_config(self, assets_dirs: Path, model_config: ModelConfig) -> DataConfig:
         """Return what is common to all robots' pipelines; a robot adds its transforms."""
