@@ -29,9 +29,10 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	$(PIP_INSTALL) --editable '.[dev]'
 	@touch $@
 
-# One thread per worker: more threads than cores make everything slower, not faster.
+# One thread per worker: more threads than cores make everything slower, not faster. A file's tests
+# run in one worker, because they share what is expensive to prepare.
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 demo: setup
 	$(BIN)/python -m piston.cli demo aloha

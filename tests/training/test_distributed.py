@@ -15,8 +15,7 @@ from .recording import LIBERO, recorded
 from .running import assert_same_tensors, losses, metrics, run_together, state
 from .tiny_presets import FAST, GEMMA, PI0, PI05
 
-# All the runs of two processes are made at once, so their tests stay in one worker.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
+pytestmark = pytest.mark.slow
 
 LORA = dataclasses.replace(PI0, vlm=dataclasses.replace(GEMMA, lora=LoRA(rank=2, alpha=2.0)))
 # A gradient that is zero but for rounding (of a key's bias, which a softmax does not see) would

@@ -116,7 +116,6 @@ def test_too_many_skipped_steps_are_ended_by_leaving_episodes_out(tmp_path, soun
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("distributed")
 def test_one_of_two_processes_cannot_read_its_data(tmp_path, sound, monkeypatch):
     """Both of them save, and go on without the episode."""
     monkeypatch.setenv("PISTON_HOME", str(assets.home()))

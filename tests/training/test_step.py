@@ -41,6 +41,7 @@ def gradients(trainer):
     return {n: p.grad for n, p in trainer.parameters.items() if p.grad is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pi05", "steps"), [(False, 600), (True, 400)], ids=["pi0", "pi05"])
 def test_one_batch_is_learned_by_heart(pi05, steps):
     expert = GemmaSize(width=64, depth=1, mlp_dim=256, num_heads=2, num_kv_heads=1, head_dim=16)

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import pty
+import shutil
 import subprocess
 import sys
 import time
@@ -148,8 +149,9 @@ def test_runs_are_listed(tmp_path, capsys):
 
 
 def test_runs_that_are_damaged_are_listed_too(tmp_path, capsys, monkeypatch):
-    for name in ("good", "emptied", "[red]", "cut"):
-        train_loop(tiny(tmp_path, exp_name=name))
+    good = train_loop(tiny(tmp_path, exp_name="good")).parent
+    for name in ("emptied", "[red]", "cut"):
+        shutil.copytree(good, good.with_name(name))
     (tmp_path / "tiny" / "emptied" / "run.json").write_text("")
     with (tmp_path / "tiny" / "emptied" / "metrics.jsonl").open("ab") as file:
         file.write(b"\xff\xfe\n")
@@ -202,7 +204,7 @@ def test_on_a_terminal_there_is_a_bar(tmp_path):
     assert saved_steps(tmp_path / "tiny" / "run")[-1] == 19
 
 
-@pytest.mark.parametrize("columns", [80, 100, 120])
+@pytest.mark.parametrize("columns", [80, 120])
 def test_a_narrow_terminal_shows_all_numbers(tmp_path, columns):
     name = "a-name-that-is-longer-than-others"
     text = _on_a_terminal(tmp_path, f"--exp-name={name}", columns=columns)
