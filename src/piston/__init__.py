@@ -8,8 +8,7 @@ Importing this package loads nothing heavy, so that a robot may import `piston.c
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # as in typing, whose import would take longer than everything else here
 if TYPE_CHECKING:
     from piston.inference import load_policy
 
@@ -17,7 +16,7 @@ __version__ = "0.2.0.dev0"
 __all__ = ["__version__", "load_policy"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name == "load_policy":
         from piston.inference import load_policy
 
