@@ -99,7 +99,7 @@ def test_batches_stay_valid_after_the_loader_is_closed(samples):
 
 
 def test_batches_do_not_change_when_later_ones_arrive(samples):
-    with loader(samples.Numbers(1000), num_workers=1, prefetch=1) as source:
+    with loader(samples.Numbers(1000), num_workers=1) as source:
         batches = take(source, 20)
     for batch in batches:
         assert batch["state"][:, 0].tolist() == batch["index"].tolist()

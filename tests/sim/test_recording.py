@@ -147,7 +147,7 @@ def test_the_environments_own_pixels_may_be_given_as_a_number(tmp_path):
     record(implied, 1, tmp_path / "set", workers=1)
     assert _tried(tmp_path / "set")[0]["pixels"] == own
     assert record(given, 1, tmp_path / "set", workers=1).num_episodes == 1
-    with pytest.raises(ValueError, match="other features"):
+    with pytest.raises(ValueError, match="does not fit this recording"):
         record(QUICK, 1, tmp_path / "set", workers=1)
 
 

@@ -68,8 +68,6 @@ def _read_file(found: DataRows, metadata: Metadata, path: str, episodes: Sequenc
         found.unreadable.update({episode.index: what for episode in episodes})
         return
     found.names[path] = frozenset(names)
-    places = _find_rows(metadata, path, episodes, table, found.unreadable)
-    found.first_rows.update({index: place.start for index, place in places.items()})
 
     def arrays(part: pa.Table) -> Columns:
         shapes = {key: features[key].shape if key in features else () for key in keys}
@@ -77,14 +75,17 @@ def _read_file(found: DataRows, metadata: Metadata, path: str, episodes: Sequenc
 
     try:
         whole = arrays(table)
-        for index, place in places.items():
-            found.rows[index] = {key: array[place] for key, array in whole.items()}
     except ValueError:  # in whose rows?
-        for index, place in places.items():
-            try:
+        whole = None
+    for index, place in _find_rows(metadata, path, episodes, table, found.unreadable).items():
+        found.first_rows[index] = place.start
+        try:
+            if whole is None:
                 found.rows[index] = arrays(table.slice(place.start, place.stop - place.start))
-            except ValueError as error:
-                found.unreadable[index] = str(error)
+            else:
+                found.rows[index] = {key: array[place] for key, array in whole.items()}
+        except ValueError as error:
+            found.unreadable[index] = str(error)
 
 
 def _find_rows(
@@ -95,28 +96,25 @@ def _find_rows(
     unreadable: dict[int, str],
 ) -> dict[int, slice]:
     """Return which rows of a file belong to which episode; note why others have none."""
-    found: dict[int, tuple[int, int | str]] = {}  # episode → first row, number of rows
-    owners = None
     if metadata.version != "v3.0":
-        found = {episode.index: (0, table.num_rows) for episode in episodes}
+        owners = np.full(len(table), episodes[0].index)
     elif "episode_index" in table.column_names:
         owners = table["episode_index"].to_numpy()
-        numbers, firsts, counts = np.unique(owners, return_index=True, return_counts=True)
-        found = dict(zip(numbers.tolist(), zip(firsts.tolist(), counts.tolist())))
     else:
         inside = [episode for episode in metadata.episodes if episode.data_path == path]
-        complete = sum(episode.length for episode in inside) == table.num_rows
-        first = min(episode.start for episode in inside)
-        for e in episodes:
-            found[e.index] = (e.start - first, e.length if complete else "an unknown number of")
+        inside.sort(key=lambda episode: episode.start)
+        owners = np.repeat([e.index for e in inside], [e.length for e in inside])
+    numbers, firsts, counts = np.unique(owners, return_index=True, return_counts=True)
+    found = dict(zip(numbers.tolist(), zip(firsts.tolist(), counts.tolist())))
     places = {}
     for episode in episodes:
         start, count = found.get(episode.index, (0, 0))
         place = slice(start, start + episode.length)
-        if count != episode.length:
-            what = f"{path} has {count} rows of it, listed are {episode.length}"
+        if count != episode.length or len(owners) != len(table):
+            known = count if len(owners) == len(table) else "an unknown number of"
+            what = f"{path} has {known} rows of it, listed are {episode.length}"
             unreadable[episode.index] = what
-        elif owners is not None and (owners[place] != episode.index).any():
+        elif (owners[place] != episode.index).any():
             unreadable[episode.index] = f"{path}: its rows are mixed with those of other episodes"
         else:
             places[episode.index] = place
@@ -212,8 +210,8 @@ class ImageRows:
         self._lock = threading.Lock()
         # By file: its footer, and the first row of each row group.
         self._footers: dict[str, tuple[pq.FileMetaData, np.ndarray]] = {}
-        self._groups: collections.OrderedDict[tuple[str, str, int], pa.ChunkedArray]
-        self._groups = collections.OrderedDict()
+        # By file, column and number; the most recently used last.
+        self._groups: dict[tuple[str, str, int], pa.ChunkedArray] = {}
 
     def read(self, path: str, key: str, row: int) -> UInt8[np.ndarray, "h w 3"]:
         """Return one image. Raise ValueError if it is missing or damaged."""
@@ -230,20 +228,17 @@ class ImageRows:
         return decode_image(cell, self._root)
 
     def _group(self, path: str, key: str, group: int, footer: pq.FileMetaData) -> pa.ChunkedArray:
-        name = (path, key, group)
         with self._lock:
-            if name in self._groups:
-                self._groups.move_to_end(name)
-                return self._groups[name]
-        # A file object of its own, since two threads must not use the same one.
-        with pq.ParquetFile(self._root / path, metadata=footer) as file:
-            column = file.read_row_group(group, columns=[key], use_threads=False)[key]
+            column = self._groups.pop((path, key, group), None)
+        if column is None:
+            # A file object of its own, since two threads must not use the same one.
+            with pq.ParquetFile(self._root / path, metadata=footer) as file:
+                column = file.read_row_group(group, columns=[key], use_threads=False)[key]
         with self._lock:
-            self._groups[name] = column
-            while len(self._groups) > 1 and self._max_bytes < sum(
-                group.nbytes for group in self._groups.values()
-            ):
-                self._groups.popitem(last=False)
+            self._groups[path, key, group] = column
+            surplus = sum(one.nbytes for one in self._groups.values()) - self._max_bytes
+            while surplus > 0 and len(self._groups) > 1:
+                surplus -= self._groups.pop(next(iter(self._groups))).nbytes
         return column
 
     def __reduce__(self) -> tuple[Any, ...]:

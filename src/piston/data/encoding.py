@@ -13,7 +13,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -96,26 +96,23 @@ class CameraThread:
     def __init__(self, name: str, encode: Callable[[Images], Any]) -> None:
         self.histograms: list[np.ndarray] = []
         self._encode = encode
-        self._encoded: Any = None
+        self._encoded: Future[Any] = Future()
         self._queue: queue.Queue[np.ndarray | None] = queue.Queue(maxsize=QUEUE_FRAMES)
-        self._error: BaseException | None = None
         self._cancelled = False
         # A daemon: a program that exits without saving must not wait for the queue.
         self._thread = threading.Thread(target=self._run, name=f"camera {name}", daemon=True)
         self._thread.start()
 
     def add(self, image: UInt8[np.ndarray, "h w 3"]) -> None:
-        if self._error is not None:
-            raise self._error
+        if self._encoded.done():
+            self._encoded.result()
         self._queue.put(image)
 
     def finish(self) -> Any:
         """Wait until every frame is encoded, and return what `encode` returned."""
         self._queue.put(None)
         self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._encoded
+        return self._encoded.result()
 
     def cancel(self) -> None:
         """Stop without encoding the frames that are waiting."""
@@ -125,11 +122,11 @@ class CameraThread:
 
     def _run(self) -> None:
         try:
-            self._encoded = self._encode(self._images())
+            self._encoded.set_result(self._encode(self._images()))
         except CancelledError:
             pass
         except BaseException as error:
-            self._error = error
+            self._encoded.set_exception(error)
             # Keep taking frames, or the recording loop would wait for ever on a full queue.
             while self._queue.get() is not None:
                 pass

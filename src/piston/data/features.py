@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from jaxtyping import Float, Int, Shaped, UInt8
+from jaxtyping import Int, Shaped, UInt8
 
 from piston.data.format import DERIVED
 
@@ -59,8 +59,8 @@ def declare_features(features: Mapping[str, Mapping[str, Any]]) -> Features:
             declared[key] = _declare(key, entry)
         elif frame_type(entry) != frame_type(BOOKKEEPING[key]):
             raise ValueError(
-                f"feature {key!r} is filled in by the recorder as {BOOKKEEPING[key]}, found "
-                f"{dict(entry)}: remove it or choose another name"
+                f"feature {key!r} is filled in by the recorder as {frame_type(BOOKKEEPING[key])}, "
+                f"found {frame_type(entry)}: remove it or choose another name"
             )
     if not declared:
         raise ValueError("no features: declare at least one, such as 'observation.state'")
@@ -89,9 +89,9 @@ def _declare(key: str, entry: Mapping[str, Any]) -> dict[str, Any]:
     return {"dtype": dtype, "shape": shape, "names": names, **carried}
 
 
-def frame_type(entry: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
-    """Return what decides which values fit a feature; names and video details may differ."""
-    return entry["dtype"], tuple(entry["shape"])
+def frame_type(entry: Mapping[str, Any]) -> str:
+    """Return what decides which values fit a feature, such as float32[14]."""
+    return f"{entry['dtype']}{list(entry['shape'])}"
 
 
 def keys_of(features: Features, *dtypes: str) -> list[str]:
@@ -141,80 +141,72 @@ def data_table(columns: Mapping[str, Any], features: Features) -> pa.Table:
     """
     fields, arrays, described = [], [], {}
     for key, entry in features.items():
-        if entry["dtype"] != "video":
-            array, described[key], extension = _data_column(columns[key], entry)
-            fields.append(pa.field(key, array.type, metadata=extension))
-            arrays.append(array)
+        dtype, shape, extension = entry["dtype"], entry["shape"], None
+        described[key] = {"dtype": dtype, "_type": "Value"}
+        if dtype == "video":
+            del described[key]
+            continue
+        if dtype == "image":
+            described[key] = {"_type": "Image"}
+            type_ = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+            array = pa.array([{"bytes": data, "path": None} for data in columns[key]], type_)
+        elif dtype == "string":
+            array = pa.array(list(columns[key]), pa.string())
+        else:
+            array = pa.array(np.ascontiguousarray(columns[key], np.dtype(dtype)).ravel())
+            if len(shape) > 1:
+                for size in reversed(shape):
+                    offsets = pa.array(np.arange(0, len(array) + 1, size), pa.int32())
+                    array = pa.ListArray.from_arrays(offsets, array)
+                # `datasets` stores these as an extension type over plain lists.
+                name = f"Array{len(shape)}D"
+                described[key] = {"shape": shape, "dtype": dtype, "_type": name}
+                extension = {
+                    "ARROW:extension:name": f"datasets.features.features.{name}ExtensionType",
+                    "ARROW:extension:metadata": json.dumps([shape, dtype]),
+                }
+            elif shape != [1]:
+                described[key] = {"feature": described[key], "length": shape[0], "_type": "List"}
+                array = pa.FixedSizeListArray.from_arrays(array, shape[0])
+        fields.append(pa.field(key, array.type, metadata=extension))
+        arrays.append(array)
     metadata = {"huggingface": json.dumps({"info": {"features": described}})}
     return pa.Table.from_arrays(arrays, schema=pa.schema(fields, metadata=metadata))
-
-
-def _data_column(
-    values: Any, entry: Mapping[str, Any]
-) -> tuple[pa.Array, dict[str, Any], dict[str, str] | None]:
-    """Return the column, its description for `datasets`, and the metadata of its field."""
-    dtype, shape = entry["dtype"], entry["shape"]
-    if dtype == "image":
-        type_ = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-        cells = [{"bytes": data, "path": None} for data in values]
-        return pa.array(cells, type_), {"_type": "Image"}, None
-    described = {"dtype": dtype, "_type": "Value"}
-    if dtype == "string":
-        return pa.array(list(values), pa.string()), described, None
-    array = pa.array(np.ascontiguousarray(values, np.dtype(dtype)).ravel())
-    if shape == [1]:
-        return array, described, None
-    if len(shape) == 1:
-        described = {"feature": described, "length": shape[0], "_type": "List"}
-        return pa.FixedSizeListArray.from_arrays(array, shape[0]), described, None
-    for size in reversed(shape):
-        offsets = pa.array(np.arange(0, len(array) + 1, size), pa.int32())
-        array = pa.ListArray.from_arrays(offsets, array)
-    # `datasets` stores these as an extension type over plain lists.
-    name = f"Array{len(shape)}D"
-    extension = {
-        "ARROW:extension:name": f"datasets.features.features.{name}ExtensionType",
-        "ARROW:extension:metadata": json.dumps([shape, dtype]),
-    }
-    return array, {"shape": shape, "dtype": dtype, "_type": name}, extension
 
 
 def column_stats(values: np.ndarray) -> FeatureStats:
     """Compute statistics over the rows of (n, ...); a column (n,) counts as one dimension."""
     if len(values) == 0:
         raise ValueError("an episode without frames has no statistics")
-    rows = values.reshape(len(values), -1)
-    return _named(_stats(rows, np.ones(rows.shape)), values.shape[1:] or (1,), len(values))
+    rows, shape = values.reshape(len(values), -1), values.shape[1:] or (1,)
+    stats = _stats(rows, np.ones(rows.shape), len(values))
+    return {n: value if n == "count" else value.reshape(shape) for n, value in stats.items()}
 
 
 def image_stats(histograms: Sequence[Int[np.ndarray, "c 256"]]) -> FeatureStats:
     """Compute statistics per channel (c, 1, 1) from the histograms of the sampled frames."""
-    if len(histograms) == 0:
-        raise ValueError("an episode without frames has no statistics")
-    channels = [
-        _stats(np.flatnonzero(counts)[:, None], counts[counts > 0, None].astype(np.float64))
-        for counts in np.sum(histograms, axis=0)
-    ]
-    stats = {name: np.stack([one[name] for one in channels]) / 255 for name in channels[0]}
-    return _named(stats, (-1, 1, 1), len(histograms))
+    counts = np.sum(histograms, axis=0).T
+    values = np.broadcast_to(np.arange(256)[:, None], counts.shape)
+    stats = _stats(values, counts, len(histograms))
+    return {n: value if n == "count" else value[:, None, None] / 255 for n, value in stats.items()}
 
 
-def _named(stats: FeatureStats, shape: tuple[int, ...], count: int) -> FeatureStats:
-    return {
-        name: np.array([count]) if name == "count" else stats[name].reshape(shape)
-        for name in STAT_NAMES
-    }
-
-
-def _stats(values: Shaped[np.ndarray, "n d"], counts: Float[np.ndarray, "n d"]) -> FeatureStats:
+def _stats(
+    values: Shaped[np.ndarray, "n d"], counts: Shaped[np.ndarray, "n d"], num_frames: int
+) -> FeatureStats:
     """Compute the statistics of each column, in which values occur `counts` times."""
-    exact, total = values.astype(np.float64), counts.sum(axis=0)
+    exact, total, occurs = values.astype(np.float64), counts.sum(axis=0), counts > 0
     mean = (exact * counts).sum(axis=0) / total
-    std = np.sqrt(((exact - mean) ** 2 * counts).sum(axis=0) / total)
-    stats = {"min": values.min(axis=0), "max": values.max(axis=0), "mean": mean, "std": std}
+    stats = {
+        "min": np.where(occurs, values, values.max(axis=0)).min(axis=0),
+        "max": np.where(occurs, values, values.min(axis=0)).max(axis=0),
+        "mean": mean,
+        "std": np.sqrt(((exact - mean) ** 2 * counts).sum(axis=0) / total),
+        "count": np.array([num_frames]),
+    }
+    low, high = stats["min"].astype(np.float64), stats["max"].astype(np.float64)
     order = exact.argsort(axis=0)
     exact, counts = (np.take_along_axis(array, order, axis=0) for array in (exact, counts))
-    low, high = exact[0], exact[-1]
     start = low - MARGIN
     width = np.where(low == high, 1.0, (high + MARGIN - start) / NUM_BINS)
     bins = np.floor((exact - start) / width)

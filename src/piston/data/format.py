@@ -151,25 +151,17 @@ class Metadata:
     def read(cls, root: str | os.PathLike[str], *, files: bool = True) -> Metadata:
         """Read a data set's metadata. With `files=False` only `meta/` has to exist."""
         reader = _MetaReader(Path(root), with_files=files)
-        episodes = sorted(reader.episodes(), key=lambda episode: episode.index)
         metadata = cls(
             root=reader.root,
             version=reader.version,
             fps=reader.fps,
             robot_type=reader.info.get("robot_type"),
             features=reader.features,
-            episodes=tuple(episodes),
+            episodes=tuple(sorted(reader.episodes(), key=lambda episode: episode.index)),
             tasks=reader.tasks(),
             info=reader.info,
         )
-        reader.check_totals(metadata)
-        if not episodes:
-            listed = (f"\n  {problem.where}: {problem.what}" for problem in reader.problems[:5])
-            raise ValueError(
-                f"{metadata.root / 'meta'} describes no episode that can be read.{''.join(listed)}"
-            )
-        if reader.files is not None:
-            reader.check_files(metadata, reader.files)
+        reader.check(metadata)
         return dataclasses.replace(metadata, problems=tuple(reader.problems))
 
     @property
@@ -243,7 +235,7 @@ class _MetaReader:
                 f"meta/info.json: fps is {fps!r}; expected frames per second, e.g. 30."
             )
         self.fps: float = fps
-        self.files = list_files(root) if with_files else None
+        self._files = list_files(root) if with_files else None
         self._cameras = [one.name for one in self.features.values() if one.dtype == "video"]
 
     def _add(self, where: str, what: str, consequence: str, severity: Severity = "warning") -> None:
@@ -263,7 +255,7 @@ class _MetaReader:
             )
         return version
 
-    def episodes(self) -> list[Episode]:
+    def episodes(self) -> Iterable[Episode]:
         found: dict[int, Episode] = {}
         start = 0
         for where, row in self._rows("episodes", "the episodes that it lists are left out"):
@@ -275,13 +267,12 @@ class _MetaReader:
             else:
                 found[episode.index] = episode
                 start = episode.start + episode.length
-        return list(found.values())
+        return found.values()
 
     def tasks(self) -> dict[int, str]:
         # Numbering the episodes' texts would be a guess at the meaning of the rows' task_index.
-        without = "each episode's first task is used for all its rows"
         tasks = {}
-        for where, row in self._rows("tasks", without):
+        for where, row in self._rows("tasks", "each episode's first task is used for all its rows"):
             # pandas stores the texts as an index without a name.
             index, text = row.get("task_index"), row.get("task", row.get("__index_level_0__"))
             if isinstance(index, int) and isinstance(text, str):
@@ -302,11 +293,11 @@ class _MetaReader:
             try:
                 rows = _read_parquet(path) if ending == "parquet" else read_json_lines(path)
                 for number, row in rows:
-                    where = f"{path.name}:{number}"
                     if row is None:
+                        where = f"{path.name}:{number}"
                         self._add(where, "not a JSON object", "the line is left out")
                     else:
-                        yield where, row
+                        yield f"{path.name}:{number}", row
             except (pa.ArrowException, OSError) as error:
                 where = path.relative_to(self.root).as_posix()
                 self._add(where, f"cannot be read: {error}", without)
@@ -328,21 +319,18 @@ class _MetaReader:
 
     def _video(self, row: Row, camera: str) -> VideoSpan | None:
         if self.version == "v3.0":
-            names = ("from_timestamp", "to_timestamp")
-            start, stop = (row.get(f"videos/{camera}/{name}") for name in names)
+            start, stop = (row.get(f"videos/{camera}/{end}_timestamp") for end in ("from", "to"))
         else:
             start, stop = 0.0, row["length"] / self.fps
-        declared = self._path(row, camera)
-        if start is None or stop is None or declared is None:
+        path = self._path(row, camera)
+        if start is None or stop is None or path is None:
             return None
-        # Some sets have the folder `video` in place of `videos`, or vice versa.
-        top, _, rest = declared.partition("/")
-        other = {"videos": "video", "video": "videos"}.get(top, top)
-        for path in (declared, f"{other}/{rest}"):
-            if self.files is None or path in self.files:
-                break
-        else:
-            return None
+        if self._files is not None and path not in self._files:
+            # Some sets have the folder `video` in place of `videos`, or vice versa.
+            top, _, rest = path.partition("/")
+            path = f"{ {'videos': 'video', 'video': 'videos'}.get(top) }/{rest}"
+            if path not in self._files:
+                return None
         frames = (stop - start) * self.fps
         if not frames > row["length"] - 0.5:  # it would show frames of the next episode
             what = f"{row['length']} rows, but its video spans {frames:.1f} frames"
@@ -373,7 +361,8 @@ class _MetaReader:
                 f"expected something like {PATHS[self.version][field]!r}."
             ) from None
 
-    def check_totals(self, metadata: Metadata) -> None:
+    def check(self, metadata: Metadata) -> None:
+        """Compare the totals and the files with the list of episodes."""
         actual = {"total_episodes": len(metadata.episodes), "total_frames": metadata.total_frames}
         if metadata.tasks:  # without them, the missing file is a problem of its own
             actual["total_tasks"] = len(metadata.tasks)
@@ -381,22 +370,27 @@ class _MetaReader:
             if (declared := self.info.get(key, value)) != value:
                 what = f"{key} is {declared}, the list of episodes gives {value}"
                 self._add("info.json", what, "the list is used", "note")
-
-    def check_files(self, metadata: Metadata, files: frozenset[str]) -> None:
+        if not metadata.episodes:
+            listed = (f"\n  {problem.where}: {problem.what}" for problem in self.problems[:5])
+            raise ValueError(
+                f"{self.root / 'meta'} describes no episode that can be read.{''.join(listed)}"
+            )
+        if self._files is None:
+            return
         reported = {(problem.episode, problem.camera) for problem in self.problems}
-        filmed = [camera for camera in self._cameras if camera in metadata.cameras]
-        for camera in self._cameras:
-            if camera not in filmed:
-                self._add(camera, "declared as video, has no files", CAMERA_IGNORED)
+        for name in self._cameras:
+            if name not in metadata.cameras:
+                self._add(name, "declared as video, has no files", CAMERA_IGNORED)
+                reported |= {(episode.index, name) for episode in metadata.episodes}
         for episode in metadata.episodes:
-            if episode.data_path not in files:
-                what = f"{episode.data_path} is missing"
-                self.problems.append(episode_problem(episode.index, what))
-            self.problems += [
-                episode_problem(episode.index, "its video is missing", camera)
-                for camera in filmed
-                if camera not in episode.videos and (episode.index, camera) not in reported
-            ]
+            missing: dict[str | None, str] = {
+                c: "its video is missing" for c in self._cameras if c not in episode.videos
+            }
+            if episode.data_path not in self._files:
+                missing[None] = f"{episode.data_path} is missing"
+            for camera, what in missing.items():
+                if (episode.index, camera) not in reported:
+                    self.problems.append(episode_problem(episode.index, what, camera))
         paths = (span.path for episode in metadata.episodes for span in episode.videos.values())
         renamed = any(path.startswith("video/") for path in paths)
         if renamed and not str(self.info.get("video_path")).startswith("video/"):

@@ -13,7 +13,6 @@ of the columns, and /dev/shm, which is small in containers, is not used.
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import functools
 import itertools
 import logging
@@ -25,9 +24,9 @@ import pickle
 import signal
 import tempfile
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import connection, forkserver, reduction
+from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]
 from typing import Any, Self
 
 import numpy as np
@@ -54,8 +53,6 @@ _DEATH_HINTS = {
     "(--num-workers) or a smaller batch.",
     signal.SIGSEGV: " A video may be damaged: run piston data check.",
 }
-# An object in shared memory: its pickle, and where each of its arrays begins and ends.
-_Stored = tuple[bytes, list[tuple[int, int]]]
 
 
 class Order:
@@ -106,15 +103,11 @@ class Order:
 
         self._epoch_order = epoch_order
 
-    @property
-    def local_batch_size(self) -> int:
-        """Samples per batch on this rank."""
-        return self.batch_size // self.world_size
-
     def take(self, position: int) -> Indices:
         """Return this rank's part of the batch that starts at a position."""
-        start = position + self.rank * self.local_batch_size
-        stop, parts = start + self.local_batch_size, []
+        count = self.batch_size // self.world_size
+        start = position + self.rank * count
+        stop, parts = start + count, []
         while start < stop:
             epoch, inside = divmod(start, self.samples_per_epoch)
             parts.append(self._epoch_order(epoch)[inside : inside + stop - start])
@@ -126,10 +119,6 @@ class Order:
         while True:
             yield self.take(position).tolist()
             position += self.batch_size
-
-    def epoch(self, position: int) -> float:
-        """Return the number of passes over the data, fractions included."""
-        return position / self.samples_per_epoch
 
     def state_dict(self, position: int) -> dict[str, Any]:
         """Return what is needed to continue from a position, on any number of ranks."""
@@ -180,29 +169,18 @@ class WorkerError(RuntimeError):
 class Loader(Iterator[Batch]):
     """An endless iterator over batches. Use it in a `with` statement, or call `close`.
 
-    With `pin_memory` batches lie in pinned memory (default: if there is a GPU).
+    If there is a GPU, batches lie in pinned memory.
     """
 
-    def __init__(
-        self,
-        samples: Samples,
-        order: Order,
-        *,
-        num_workers: int = 0,
-        prefetch: int = PREFETCH,
-        pin_memory: bool | None = None,
-    ) -> None:
-        if num_workers < 0 or prefetch < 1:
-            raise ValueError(
-                f"num_workers is {num_workers} (at least 0 expected), prefetch {prefetch} (at "
-                "least 1)."
-            )
+    def __init__(self, samples: Samples, order: Order, *, num_workers: int = 0) -> None:
+        if num_workers < 0:
+            raise ValueError(f"num_workers is {num_workers}; expected at least 0.")
         self.order = order
-        self._samples, self._num_workers, self._prefetch = samples, num_workers, prefetch
-        self._pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
+        self._samples, self._num_workers = samples, num_workers
+        self._pin_memory = torch.cuda.is_available()
         self._position = 0
         self._batches: Any = None  # DataLoader's iterator
-        self._memory: list[list[_SharedMemory]] = []
+        self._slots: list[list[_SharedMemory]] = []  # of each worker, one per batch
         self._kill_workers = functools.partial(_kill, ())
 
     def __next__(self) -> Batch:
@@ -216,7 +194,8 @@ class Loader(Iterator[Batch]):
 
     @property
     def epoch(self) -> float:
-        return self.order.epoch(self._position)
+        """The number of passes over the data, fractions included."""
+        return self._position / self.order.samples_per_epoch
 
     def state_dict(self) -> dict[str, Any]:
         return self.order.state_dict(self._position)
@@ -236,7 +215,7 @@ class Loader(Iterator[Batch]):
             self._batches._shutdown_workers()
             timer.cancel()
             atexit.unregister(self._kill_workers)
-        self._batches, self._memory = None, []
+        self._batches, self._slots = None, []
 
     def __enter__(self) -> Self:
         return self
@@ -251,24 +230,24 @@ class Loader(Iterator[Batch]):
 
     def _receive(self) -> Batch:
         if self._batches is None:
-            self._batches = self._start_workers()
-        copy = torch.Tensor.pin_memory if self._pin_memory else torch.Tensor.clone
+            self._start_workers()
         while True:
             try:
                 answer = next(self._batches)
-                if isinstance(answer, _Failure):
-                    break
-                # In memory of its own, before the worker uses the slot again.
-                worker, slot, stored = answer
-                arrays = self._memory[worker][slot].load(stored)
-                return _mapped(lambda array: copy(torch.from_numpy(array)), arrays)
+                break
             except (RuntimeError, OSError, EOFError) as error:
                 self._check_workers()
                 if "timed out" not in str(error):  # else the batch takes longer than the interval
                     raise
-        raise answer.error from RuntimeError(f"in a worker process:\n{answer.traceback}")
+        if isinstance(answer, Exception):
+            raise answer
+        worker, slot, layout = answer
+        memory = self._slots[worker][slot].clear()
+        # Copied before the worker uses the slot again.
+        copy = torch.Tensor.pin_memory if self._pin_memory else torch.Tensor.clone
+        return _mapped(lambda like: copy(torch.from_numpy(memory.allocate(*like))), layout)
 
-    def _start_workers(self) -> Any:
+    def _start_workers(self) -> None:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload([__name__])  # imports torch once, not in every worker
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
@@ -277,29 +256,28 @@ class Loader(Iterator[Batch]):
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         # One slot more than batches ahead: DataLoader asks for the next batch before one is copied.
-        self._memory = [
-            [_SharedMemory() for _ in range(self._prefetch + 1)] for _ in range(self._num_workers)
+        self._slots = [
+            [_SharedMemory() for _ in range(PREFETCH + 1)] for _ in range(self._num_workers)
         ]
         loader: DataLoader[Any] = DataLoader(
-            _Batches(self._samples, self._memory),  # type: ignore[arg-type]
+            _Batches(self._samples, self._slots),  # type: ignore[arg-type]
             batch_size=None,
             sampler=self.order.batches(self._position),
             num_workers=self._num_workers,
-            prefetch_factor=self._prefetch,
+            prefetch_factor=PREFETCH,
             timeout=_CHECK_INTERVAL,
             multiprocessing_context=context,
             worker_init_fn=_prepare_worker,
             generator=torch.Generator(),  # leaves the global generator alone
         )
-        batches: Any = iter(loader)
+        self._batches = iter(loader)
         # Workers ignore SIGTERM, which multiprocessing sends at exit.
-        self._kill_workers = functools.partial(_kill, batches._workers)
+        self._kill_workers = functools.partial(_kill, self._batches._workers)
         atexit.register(self._kill_workers)
-        return batches
 
     def _check_workers(self) -> None:
         """Raise WorkerError if a worker is dead."""
-        workers = self._kill_workers.args[0]
+        workers = self._batches._workers
         connection.wait([worker.sentinel for worker in workers], timeout=0.1)
         for number, worker in enumerate(workers):
             if worker.exitcode is None:
@@ -328,53 +306,61 @@ def _mapped(function: Callable[[Any], Any], batch: Batch) -> Batch:
 def _prepare_worker(_: int) -> None:
     """Leave signals to the training process, which may be sent to a whole group; end with it."""
     ignore_stop_signals(*_STOP_SIGNALS)
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-
-
-def _exit_with_parent() -> None:
     # DataLoader watches the process that forked the worker, which is the fork server.
     parent = mp.parent_process()
     assert parent is not None
-    parent.join()
-    os._exit(1)
+
+    def exit_with_parent() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=exit_with_parent, daemon=True).start()
 
 
 class _Batches:
-    """What a worker runs: `batches[indices]` is a batch, or the error that prevented it."""
+    """What a worker runs: `batches[indices]` puts a batch into shared memory, or returns an error.
 
-    def __init__(self, samples: Samples, memory: Sequence[Sequence[_SharedMemory]]) -> None:
-        self._samples_memory, self._memory = _SharedMemory(), memory
+    Read-only arrays of the samples (the columns of a data set) are in shared memory as well.
+    """
+
+    def __init__(self, samples: Samples, slots: Sequence[Sequence[_SharedMemory]]) -> None:
+        arrays: list[memoryview] = []
+
+        def is_copied(buffer: pickle.PickleBuffer) -> bool:
+            raw = buffer.raw()
+            if raw.readonly:
+                arrays.append(raw)
+            return not raw.readonly
+
         try:
-            self._stored_samples = self._samples_memory.store(samples)
+            self._pickled = pickle.dumps(samples, protocol=5, buffer_callback=is_copied)
         except Exception as error:
             error.add_note(
                 "The data cannot be handed to worker processes. Transforms must be importable (no "
                 "lambdas, nothing defined inside a function); or set --num-workers 0."
             )
             raise
-        self._samples: Samples | None = None
-        self._slots = itertools.cycle(range(len(memory[0])))
+        self._shared = _SharedMemory()
+        self._sizes = [len(array) for array in arrays]
+        for array in arrays:
+            self._shared.allocate((len(array),), "u1")[:] = array
+        self._slots, self._turns = slots, itertools.cycle(range(len(slots[0])))
 
-    def __getitem__(self, indices: list[int]) -> tuple[int, int, _Stored] | _Failure:
+    @functools.cached_property
+    def _samples(self) -> Samples:
+        memory = self._shared.clear()
+        arrays = [memory.allocate((size,), "u1") for size in self._sizes]
+        return pickle.loads(self._pickled, buffers=[array.data.toreadonly() for array in arrays])
+
+    def __getitem__(self, indices: list[int]) -> Any:
         try:
-            if self._samples is None:
-                # What a worker changes in its samples, it changes in a copy of its own.
-                self._samples = self._samples_memory.load(self._stored_samples, mmap.ACCESS_COPY)
-            worker, slot = get_worker_info().id, next(self._slots)  # type: ignore[union-attr]
-            memory = self._memory[worker][slot]
-            memory.clear()
+            worker, slot = get_worker_info().id, next(self._turns)  # type: ignore[union-attr]
+            memory = self._slots[worker][slot].clear()
             batch = stack_samples([self._samples[index] for index in indices], memory.allocate)
-            return worker, slot, memory.store(_mapped(torch.Tensor.numpy, batch))
+            return worker, slot, _mapped(lambda t: (tuple(t.shape), t.numpy().dtype.str), batch)
         except Exception as error:
-            return _Failure(_picklable(error), "".join(traceback.format_exception(error)))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Failure:
-    """An error as a worker returns it; one that DataLoader raises again loses its attributes."""
-
-    error: Exception
-    traceback: str
+            # DataLoader itself would raise an error without the attributes of this one.
+            return ExceptionWithTraceback(_picklable(error), error.__traceback__)
 
 
 def _picklable(error: Exception) -> Exception:
@@ -390,10 +376,11 @@ def _picklable(error: Exception) -> Exception:
 
 
 class _SharedMemory:
-    """Memory for the arrays of one object at a time, shared by all processes that it is given to.
+    """Memory for arrays, shared by all processes that it is given to.
 
-    It has no name, so it is freed with the last process that uses it, however that one ends. It is
-    used again and again, because fresh memory takes much longer to fill.
+    Each process that allocates the same arrays in the same order gets the same memory. It has no
+    name, so it is freed with the last process that uses it, however that one ends. It is used again
+    and again, because fresh memory takes much longer to fill.
     """
 
     def __init__(self) -> None:
@@ -404,40 +391,20 @@ class _SharedMemory:
                 self._open(os.dup(file.fileno()))
 
     def _open(self, file: int) -> None:
-        self._file, self._memory = file, mmap.mmap(-1, 1)
-        self._bounds: list[tuple[int, int]] = []
+        self._file, self._memory, self._used = file, mmap.mmap(-1, 1), 0
 
-    def clear(self) -> None:
-        self._bounds = []
+    def clear(self) -> Self:
+        self._used = 0
+        return self
 
-    def allocate(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        start = -(-self._bounds[-1][1] // 64) * 64 if self._bounds else 0
-        stop = start + math.prod(shape) * dtype.itemsize
-        self._bounds.append((start, stop))
-        if stop > len(self._memory):
-            os.ftruncate(self._file, stop)
-        return np.ndarray(shape, dtype, buffer=self._mapped_to(stop), offset=start)
-
-    def store(self, value: Any) -> _Stored:
-        """Return what `load` needs. If nothing has been allocated, the arrays are copied here."""
-        arrays: list[pickle.PickleBuffer] = []
-        pickled = pickle.dumps(value, protocol=5, buffer_callback=arrays.append)
-        if not self._bounds:
-            for array in arrays:
-                raw = np.frombuffer(array.raw(), np.uint8)
-                self.allocate(raw.shape, raw.dtype)[:] = raw
-        return pickled, self._bounds
-
-    def load(self, stored: _Stored, access: int = mmap.ACCESS_WRITE) -> Any:
-        """Return the object as it was stored; its arrays are views of the memory."""
-        pickled, bounds = stored
-        buffers = [memoryview(self._mapped_to(stop, access))[start:stop] for start, stop in bounds]
-        return pickle.loads(pickled, buffers=buffers)
-
-    def _mapped_to(self, stop: int, access: int = mmap.ACCESS_WRITE) -> mmap.mmap:
-        if stop > len(self._memory):
-            self._memory = mmap.mmap(self._file, 0, access=access)
-        return self._memory
+    def allocate(self, shape: tuple[int, ...], dtype: np.dtype | str) -> np.ndarray:
+        start = -(-self._used // 64) * 64
+        self._used = start + math.prod(shape) * np.dtype(dtype).itemsize
+        if self._used > len(self._memory):
+            if self._used > os.fstat(self._file).st_size:
+                os.ftruncate(self._file, self._used)
+            self._memory = mmap.mmap(self._file, 0)
+        return np.ndarray(shape, dtype, buffer=self._memory, offset=start)
 
     def __getstate__(self) -> Any:
         return reduction.DupFd(self._file)

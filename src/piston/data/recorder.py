@@ -12,15 +12,15 @@ After every `save_episode` the set on disk is complete and readable, whatever ha
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
-from piston.data.encoding import CameraThread, VideoEncoding, encode_png, encode_video
+from piston.data.encoding import CameraThread, Images, VideoEncoding, encode_png, encode_video
 from piston.data.features import (
-    BOOKKEEPING,
+    IMAGE_DTYPES,
     FrameError,
     check_frame,
     declare_features,
@@ -95,7 +95,7 @@ class Recorder:
         checked = check_frame(frame, writer.features)
         if not isinstance(task, str) or not task.strip():
             raise FrameError(f"the task must be a sentence, found {task!r}")
-        if not self._threads:
+        if not self._tasks:
             self._start_threads(writer)
         for key, value in checked.items():
             if key in self._threads:
@@ -110,7 +110,19 @@ class Recorder:
         if not self._tasks:
             raise ValueError("there are no frames to save: call add_frame first")
         try:
-            writer.add_episode(self._finish_episode(writer))
+            encoded = {key: thread.finish() for key, thread in self._threads.items()}
+            sample = sampled_frames(len(self._tasks))
+            episode = NewEpisode(
+                videos={key: encoded.pop(key) for key in keys_of(writer.features, "video")},
+                columns={key: np.stack(rows) for key, rows in self._columns.items()} | encoded,
+                frame_tasks=self._tasks,
+                image_stats={
+                    key: image_stats([thread.histograms[i] for i in sample])
+                    for key, thread in self._threads.items()
+                },
+                encoder_info=self._encoding.describe(),
+            )
+            writer.add_episode(episode)
         except BaseException:
             self.discard_episode()
             raise
@@ -177,48 +189,30 @@ class Recorder:
                 f"{self.root} is a LeRobot {version} set, only v3.0 can be continued. "
                 f"Convert it: piston data convert {self.root} NEW_FOLDER"
             )
-        for key in ("fps", "robot_type"):
-            if found.get(key) != self._info[key]:
-                raise ValueError(
-                    f"{self.root} has {key} {found.get(key)!r}, this recording "
-                    f"{self._info[key]!r}: they cannot be one set"
-                )
         theirs, ours = (
-            {key: frame_type(entry) for key, entry in info["features"].items()}
+            {"fps": info["fps"], "robot_type": info.get("robot_type")}
+            | {key: frame_type(entry) for key, entry in info["features"].items()}
             for info in (found, self._info)
         )
-        if theirs != ours:
-            shapes = [
-                ", ".join(f"{k} {t}{list(s)}" for k, (t, s) in all_.items() if k not in BOOKKEEPING)
-                for all_ in (theirs, ours)
-            ]
+        different = [
+            f"{key} is {theirs.get(key)} there, {ours.get(key)} here"
+            for key in theirs | ours
+            if theirs.get(key) != ours.get(key)
+        ]
+        if different:
             raise ValueError(
-                f"{self.root} has other features ({shapes[0]}) than this recording ({shapes[1]})"
+                f"{self.root} does not fit this recording: {'; '.join(different)}. Choose another "
+                "folder"
             )
 
     def _start_threads(self, writer: DatasetWriter) -> None:
-        for number, key in enumerate(keys_of(writer.features, "video")):
-            encode = functools.partial(
-                encode_video,
-                path=self.root / RECORDING / f"camera-{number}.mp4",
-                fps=writer.fps,
-                encoding=self._encoding,
-            )
+        for key in keys_of(writer.features, *IMAGE_DTYPES):
+            encode: Callable[[Images], Any] = encode_png
+            if writer.features[key]["dtype"] == "video":
+                encode = functools.partial(
+                    encode_video,
+                    path=self.root / RECORDING / f"camera-{len(self._threads)}.mp4",
+                    fps=writer.fps,
+                    encoding=self._encoding,
+                )
             self._threads[key] = CameraThread(key, encode)
-        for key in keys_of(writer.features, "image"):
-            self._threads[key] = CameraThread(key, encode_png)
-
-    def _finish_episode(self, writer: DatasetWriter) -> NewEpisode:
-        encoded = {key: thread.finish() for key, thread in self._threads.items()}
-        videos = {key: encoded.pop(key) for key in keys_of(writer.features, "video")}
-        sample = sampled_frames(len(self._tasks))
-        return NewEpisode(
-            columns={key: np.stack(rows) for key, rows in self._columns.items()} | encoded,
-            frame_tasks=self._tasks,
-            videos=videos,
-            image_stats={
-                key: image_stats([thread.histograms[i] for i in sample])
-                for key, thread in self._threads.items()
-            },
-            encoder_info=self._encoding.describe(),
-        )

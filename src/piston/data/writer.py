@@ -28,7 +28,6 @@ from typing import Any
 import filelock
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from piston.data.encoding import probe_video
@@ -100,8 +99,7 @@ class DatasetWriter:
     """A data set on disk that grows by whole episodes; call `start` before anything else."""
 
     def __init__(self, root: Path, info: dict[str, Any]) -> None:
-        self.root = root
-        self.info = info
+        self.root, self.info = root, info
         self.features: Features = info["features"]
         self.fps: float = info["fps"]
         self._cameras = keys_of(self.features, "video")
@@ -109,17 +107,6 @@ class DatasetWriter:
         # What episodes consist of, with the prefix of the columns that say in which file it is.
         self._streams = {"data": "data"} | {key: f"videos/{key}" for key in self._cameras}
         self._lock = filelock.FileLock(root / RECORDING / "lock")
-        self._reset()
-
-    def _reset(self) -> None:
-        self.num_episodes = self.num_frames = 0
-        self.tasks: dict[str, int] = {}
-        self._num_stored_tasks = 0
-        self._stats: EpisodeStats = {}
-        self._schema: pa.Schema | None = None  # of meta/episodes
-        self._rows: pa.Table | None = None  # the newest file of meta/episodes
-        # The numbers of the next episode, its first frame, its files, and the file of `_rows`.
-        self._next_index = self._next_row = self._next_file = self._rows_file = 0
 
     def start(self) -> None:
         """Lock the folder, read what it holds and remove what a killed process left."""
@@ -149,6 +136,64 @@ class DatasetWriter:
         self._lock.release()
         shutil.rmtree(self.root / RECORDING, ignore_errors=True)
 
+    def _load(self) -> None:
+        """Read the state of the set from disk, and remove files of an unfinished episode."""
+        paths = sorted((self.root / "meta/episodes").glob("*/*.parquet"))
+        tables = [pq.read_table(path) for path in paths]
+        # The numbers of the next episode, of its first frame and of its files.
+        self._next_index = self._next_row = self._next_file = 0
+        # The newest file of meta/episodes, and its number.
+        self._rows: pa.Table | None = None
+        self._rows_file = 0
+        if paths:
+            self._continue_rows(tables[-1], paths[-1])
+
+        def column(name: str) -> list[Any]:
+            return [value for table in tables for value in table[name].to_pylist()]
+
+        self.num_episodes, self.num_frames = len(column("length")), sum(column("length"))
+        self._next_index = max(column("episode_index"), default=-1) + 1
+        self._next_row = max(column("dataset_to_index"), default=0)
+        stored: set[tuple[str, int, int]] = set()
+        for stream, prefix in self._streams.items():
+            chunks, files = (column(f"{prefix}/{name}") for name in FILE)
+            stored |= {(stream, chunk, file) for chunk, file in zip(chunks, files)}
+        used = [chunk * self._chunks_size + file for _, chunk, file in stored]
+        self._next_file = max(used, default=-1) + 1
+        self._stats = merge_stats(one for table in tables for one in _stats_of_rows(table))
+        self.tasks: dict[str, int] = {}
+        if paths:
+            tasks = pq.read_table(self.root / TASKS)
+            # pandas keeps the texts as the index, under its own name if that has none.
+            [text] = (name for name in tasks.column_names if name != "task_index")
+            numbered = sorted(zip(tasks["task_index"].to_pylist(), tasks[text].to_pylist()))
+            self.tasks = {task: index for index, task in numbered}
+        self._num_stored_tasks = len(self.tasks)
+        if (self.root / UNFINISHED).exists():
+            for stream, chunk, file in read_json(self.root / UNFINISHED):
+                if (stream, chunk, file) not in stored:
+                    self._path(stream, chunk, file).unlink(missing_ok=True)
+            (self.root / UNFINISHED).unlink()
+
+    def _continue_rows(self, rows: pa.Table, path: Path) -> None:
+        """Take the newest file of meta/episodes; raise ValueError if our rows do not fit it."""
+        all_stats = dict.fromkeys(STAT_NAMES, np.zeros(1))
+        expected = set(self._row(1, [], dict.fromkeys(self.features, all_stats)))
+        found = set(rows.column_names)
+        optional = {name for name in expected if name.startswith("stats/")}
+        if different := (expected - optional - found) | (found - expected):
+            raise ValueError(
+                f"{self.root}: meta/episodes does not fit the features of info.json; they differ "
+                f"in {sorted(different)}. This set can be read, but not continued"
+            )
+        chunk, file = (rows[f"meta/episodes/{name}"][-1].as_py() for name in FILE)
+        self._rows, self._rows_file = rows, chunk * self._chunks_size + file
+        if path != self._episodes_path():
+            raise ValueError(
+                f"{path} says that it is chunk {chunk}, file {file} of meta/episodes. This set can "
+                "be read, but not continued"
+            )
+
     def add_tasks(self, tasks: Iterable[str]) -> None:
         """Number tasks ahead of the episodes that use them."""
         for task in tasks:
@@ -164,7 +209,14 @@ class DatasetWriter:
         self._write_summary()
 
     def _save(self, episode: NewEpisode) -> None:
-        self._check_videos(episode)
+        for camera in self._cameras:
+            info, times = probe_video(episode.videos[camera], self.fps)
+            if len(times) != len(episode):
+                raise ValueError(
+                    f"{camera!r}: the video has {len(times)} frames, the episode {len(episode)}"
+                )
+            info |= episode.encoder_info | {"is_depth_map": False}
+            self.features[camera].setdefault("info", info)
         self.add_tasks([*dict.fromkeys(episode.frame_tasks), *(episode.tasks or ())])
         steps = np.arange(len(episode))
         columns = episode.columns | {
@@ -174,12 +226,12 @@ class DatasetWriter:
             "index": steps + self._next_row,
             "task_index": np.array([self.tasks[task] for task in episode.frame_tasks]),
         }
+        table = data_table(columns, self.features)
         stats = {
             key: episode.image_stats.get(key) or column_stats(np.asarray(columns[key]))
             for key, entry in self.features.items()
             if entry["dtype"] != "string"
         }
-        table = data_table(columns, self.features)
         files = self._new_files()
         place = divmod(self._next_file, self._chunks_size)
         write_json(self.root / UNFINISHED, [(stream, *place) for stream in files])
@@ -197,92 +249,47 @@ class DatasetWriter:
         self._next_row += len(episode)
         self._next_file += 1
 
-    def _check_videos(self, episode: NewEpisode) -> None:
-        for camera in self._cameras:
-            info, times = probe_video(episode.videos[camera], self.fps)
-            if len(times) != len(episode):
-                raise ValueError(
-                    f"{camera!r}: the video has {len(times)} frames, the episode {len(episode)}"
-                )
-            info |= episode.encoder_info | {"is_depth_map": False}
-            self.features[camera].setdefault("info", info)
-
     def _append_row(self, episode: NewEpisode, stats: EpisodeStats) -> None:
         """Add a row to the newest file of meta/episodes, or begin the next file."""
-        if self._schema is None:
-            self._schema = _episodes_schema(self.features, stats)
-        # A set that lacks some statistics stays without them.
-        stored = _stat_names(self._schema, self.features)
-        stats = {key: {n: stats[key][n] for n in names} for key, names in stored.items()}
-        if self._rows is not None and len(self._rows) >= EPISODES_PER_FILE:
-            self._rows, self._rows_file = None, self._rows_file + 1
-        row: dict[str, Any] = {
-            "episode_index": self._next_index,
-            "tasks": list(episode.tasks or dict.fromkeys(episode.frame_tasks)),
-            "length": len(episode),
-            "dataset_from_index": self._next_row,
-            "dataset_to_index": self._next_row + len(episode),
-        }
-        files = dict.fromkeys(self._streams.values(), self._next_file)
-        for prefix, number in {**files, "meta/episodes": self._rows_file}.items():
-            chunk, file = divmod(number, self._chunks_size)
-            row |= {f"{prefix}/chunk_index": chunk, f"{prefix}/file_index": file}
-        for camera in self._cameras:
-            row[f"videos/{camera}/from_timestamp"] = 0.0
-            row[f"videos/{camera}/to_timestamp"] = len(episode) / self.fps
-        for key, feature in _plain_stats(stats).items():
-            row |= {f"stats/{key}/{name}": value for name, value in feature.items()}
-        table = pa.Table.from_pylist([row], schema=self._schema)
-        if self._rows is not None:
-            table = pa.concat_tables([self._rows, table]).combine_chunks()
-        write_table(table, self.root / EPISODES_PATH.format(chunk_index=chunk, file_index=file))
+        before, schema = self._rows, None
+        if before is not None:
+            schema = before.schema
+            # A set that lacks the statistics of a feature stays without them.
+            stats = {key: one for key, one in stats.items() if f"stats/{key}/mean" in schema.names}
+            if len(before) >= EPISODES_PER_FILE:
+                before, self._rows_file = None, self._rows_file + 1
+        row = self._row(len(episode), episode.tasks or dict.fromkeys(episode.frame_tasks), stats)
+        table = pa.Table.from_pylist([row], schema=schema)
+        if before is not None:
+            table = pa.concat_tables([before, table]).combine_chunks()
+        write_table(table, self._episodes_path())
         self._rows = table
         self._stats = merge_stats([self._stats, stats])
 
-    def _load(self) -> None:
-        """Read the state of the set from disk, and remove files of an unfinished episode."""
-        self._reset()
-        stored: set[tuple[str, int, int]] = set()
-        if paths := sorted((self.root / "meta/episodes").glob("*/*.parquet")):
-            tables = [pq.read_table(path) for path in paths]
-            self._check_newest(tables[-1], paths[-1])
-            rows = pa.concat_tables(tables)
-            tasks = pq.read_table(self.root / TASKS)
-            # pandas keeps the texts as the index, under its own name if that has none.
-            [text] = (name for name in tasks.column_names if name != "task_index")
-            numbered = sorted(zip(tasks["task_index"].to_pylist(), tasks[text].to_pylist()))
-            self.tasks = {task: index for index, task in numbered}
-            self._num_stored_tasks = len(self.tasks)
-            self._stats = merge_stats(_stats_of_rows(rows))
-            self.num_episodes, self.num_frames = len(rows), pc.sum(rows["length"]).as_py()
-            self._next_index = pc.max(rows["episode_index"]).as_py() + 1
-            self._next_row = pc.max(rows["dataset_to_index"]).as_py()
-            for stream, prefix in self._streams.items():
-                files = [rows[f"{prefix}/{name}"].to_pylist() for name in FILE]
-                stored |= {(stream, chunk, file) for chunk, file in zip(*files)}
-            self._next_file = 1 + max(chunk * self._chunks_size + file for _, chunk, file in stored)
-        if (self.root / UNFINISHED).exists():
-            for stream, chunk, file in read_json(self.root / UNFINISHED):
-                if (stream, chunk, file) not in stored:
-                    self._path(stream, chunk, file).unlink(missing_ok=True)
-            (self.root / UNFINISHED).unlink()
+    def _row(self, length: int, tasks: Iterable[str], stats: EpisodeStats) -> dict[str, Any]:
+        """Return the next episode's row of meta/episodes, columns in LeRobot's order."""
+        place, rows_place = (
+            dict(zip(FILE, divmod(number, self._chunks_size)))
+            for number in (self._next_file, self._rows_file)
+        )
+        row: dict[str, Any] = {
+            "episode_index": self._next_index,
+            "tasks": list(tasks),
+            "length": length,
+            **{f"data/{name}": number for name, number in place.items()},
+            "dataset_from_index": self._next_row,
+            "dataset_to_index": self._next_row + length,
+        }
+        for camera in self._cameras:
+            times = {"from_timestamp": 0.0, "to_timestamp": length / self.fps}
+            row |= {f"videos/{camera}/{name}": value for name, value in (place | times).items()}
+        for key, feature in _plain_stats(stats).items():
+            row |= {f"stats/{key}/{name}": value for name, value in feature.items()}
+        return row | {f"meta/episodes/{name}": number for name, number in rows_place.items()}
 
-    def _check_newest(self, rows: pa.Table, path: Path) -> None:
-        """Take the newest file of meta/episodes; raise ValueError if our rows do not fit it."""
-        expected = _episodes_schema(self.features, _stat_names(rows.schema, self.features))
-        if different := set(expected.names) ^ set(rows.column_names):
-            raise ValueError(
-                f"{self.root}: meta/episodes does not fit the features of info.json; they differ "
-                f"in {sorted(different)}. This set can be read, but not continued"
-            )
-        chunk, file = (rows[f"meta/episodes/{name}"][-1].as_py() for name in FILE)
-        if path != self.root / EPISODES_PATH.format(chunk_index=chunk, file_index=file):
-            raise ValueError(
-                f"{path} says that it is chunk {chunk}, file {file} of meta/episodes. This set can "
-                "be read, but not continued"
-            )
-        self._rows, self._schema = rows, rows.schema
-        self._rows_file = chunk * self._chunks_size + file
+    def _episodes_path(self) -> Path:
+        place = dict(zip(FILE, divmod(self._rows_file, self._chunks_size)))
+        return self.root / EPISODES_PATH.format(**place)
 
     def _new_files(self) -> dict[str, Path]:
         """Return the files of the next episode; raise an error if they cannot be written."""
@@ -330,32 +337,6 @@ def write_table(table: pa.Table, path: Path) -> None:
     """Write one row group, completely or not at all."""
     with atomic_file(path) as temporary:
         pq.write_table(table, temporary, row_group_size=max(len(table), 1))
-
-
-def _episodes_schema(features: Features, stats: Mapping[str, Iterable[str]]) -> pa.Schema:
-    """Return the columns of meta/episodes; `stats` names the statistics of each feature."""
-    integer, number = pa.int64(), pa.float64()
-    columns = {"episode_index": integer, "tasks": pa.list_(pa.string()), "length": integer}
-    columns |= {f"data/{name}": integer for name in FILE}
-    columns |= {"dataset_from_index": integer, "dataset_to_index": integer}
-    for camera in keys_of(features, "video"):
-        columns |= {f"videos/{camera}/{name}": integer for name in FILE}
-        columns |= {f"videos/{camera}/{end}_timestamp": number for end in ("from", "to")}
-    for key, names in stats.items():
-        value = number
-        for _ in features[key]["shape"]:  # as many dimensions as the feature; (c, 1, 1) for images
-            value = pa.list_(value)
-        for name in names:
-            columns[f"stats/{key}/{name}"] = pa.list_(integer) if name == "count" else value
-    columns |= {f"meta/episodes/{name}": integer for name in FILE}
-    return pa.schema(columns)
-
-
-def _stat_names(schema: pa.Schema, features: Features) -> dict[str, list[str]]:
-    """Return which statistics of each feature the rows of meta/episodes hold."""
-    columns = set(schema.names)
-    found = {k: [n for n in STAT_NAMES if f"stats/{k}/{n}" in columns] for k in features}
-    return {key: names for key, names in found.items() if names}
 
 
 def _plain_stats(stats: EpisodeStats) -> dict[str, dict[str, Any]]:
