@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from piston.data import cache as cache_module
+from piston.data import check as check_module
 from piston.data import open_dataset
 from piston.data.cache import CachedFrames
 from piston.data.video import VideoError
@@ -113,13 +114,13 @@ def test_what_was_built_before_a_failure_is_kept(tmp_path, monkeypatch):
             raise VideoError("episode 1, frame 2: damaged")
         return frame(self, *args)
 
-    monkeypatch.setattr(cache_module, "num_usable_cpus", lambda: 1)
+    monkeypatch.setattr(check_module, "num_usable_cpus", lambda: 1)
     with monkeypatch.context() as patch:
         patch.setattr(type(cached._dataset), "frame", fail_late)
         with pytest.raises(VideoError, match="episode 1, frame 2"):
             cached.build()
     dataset, again = open_cached(folder.root, tmp_path / "cache")
-    missing = [episode.index for _, inside in again.missing() for episode, _ in inside]
+    missing = [episode.index for inside in again.missing() for _, episode, _ in inside]
     assert sorted(missing) == [1, 2]
     again.build()
     assert_same(dataset, again)

@@ -39,12 +39,7 @@ from piston.config import (
 )
 from piston.data.format import Feature, dimension_names
 from piston.data.pipeline import keys_used, open_sources
-from piston.data.statistics import (
-    QUANTILE_ERROR,
-    KeyStatistics,
-    TransformedColumns,
-    compute_statistics,
-)
+from piston.data.statistics import KeyStatistics, TransformedColumns, compute_statistics
 from piston.progress import ProgressBar
 from piston.transforms.normalize import constant_dimensions, write_norm_stats
 
@@ -224,7 +219,7 @@ def _folder(config: TrainConfig, data_config: DataConfig) -> Path:
 def _precision(num_chosen: int, num_frames: int) -> str:
     """Describe how far the statistics may be from those of all frames."""
     if num_chosen >= num_frames:
-        return f"q01 and q99 to {QUANTILE_ERROR:.2%} of q99 − q01, all else exact"
+        return "all values are counted, the statistics are exact"
     # Chosen without putting back: the closer to all of them, the smaller the error.
     share = math.sqrt((1 - num_chosen / num_frames) / num_chosen)
     rank = math.sqrt(0.01 * 0.99) * share

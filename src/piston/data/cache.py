@@ -12,14 +12,13 @@ which then leaves them as they are.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import hashlib
 import logging
 import re
 import shutil
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,9 @@ import filelock
 import numpy as np
 
 from piston.assets import home
+from piston.data.check import worker_threads
 from piston.data.dataset import LeRobotDataset
 from piston.data.format import Episode, Metadata
-from piston.data.video import num_usable_cpus
 from piston.files import atomic_file, write_json
 from piston.progress import ProgressBar
 from piston.transforms.images import resize_with_pad
@@ -38,8 +37,8 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 3
 
-# A camera, and the episodes to decode from one file, with the number of their first frames.
-_FileWork = tuple[str, list[tuple[Episode, int]]]
+# A camera's frames of an episode, and the number of the first one.
+_Missing = tuple[str, Episode, int]
 
 
 @functools.lru_cache(maxsize=4096)  # below the number of files that a process may map
@@ -70,19 +69,18 @@ class CachedFrames:
     def _path(self, camera: str, episode: Episode) -> str:  # a Path costs several µs per frame
         return f"{self.folders[camera]}/episode_{episode.index:06d}.npy"
 
-    def missing(self) -> list[_FileWork]:
+    def missing(self) -> list[list[_Missing]]:
         """Return what has to be decoded, file by file, in the order of the file."""
-        work: dict[tuple[str, str], _FileWork] = {}
+        files: dict[tuple[str, str], list[_Missing]] = collections.defaultdict(list)
         starts = self._dataset.episode_bounds[:, 0].tolist()
         for camera in self.folders:
             for episode, start in zip(self._dataset.episodes, starts):
                 if not Path(self._path(camera, episode)).exists():
-                    file = work.setdefault((camera, episode.file_of(camera)), (camera, []))
-                    file[1].append((episode, start))
-        for camera, inside in work.values():
-            if camera in inside[0][0].videos:
-                inside.sort(key=lambda pair: pair[0].videos[camera].start)
-        return list(work.values())
+                    files[camera, episode.file_of(camera)].append((camera, episode, start))
+        for (camera, _), inside in files.items():
+            if camera in inside[0][1].videos:
+                inside.sort(key=lambda one: one[1].videos[one[0]].start)
+        return list(files.values())
 
     def build(self) -> None:
         """Decode what is missing. Safe in several processes: one works, the others wait."""
@@ -95,30 +93,26 @@ class CachedFrames:
                 except filelock.Timeout:
                     logger.info("Waiting for another process that builds %s", folder)
                     locks.enter_context(lock.acquire())
-            missing = self.missing()
-            if not missing:
-                return
-            total = sum(episode.length for _, inside in missing for episode, _ in inside)
-            num_bytes = total * self._pixels**2 * 3
-            folder = next(iter(self.folders.values())).parent
-            if num_bytes > (free := shutil.disk_usage(folder).free):
-                raise OSError(
-                    f"The frame cache needs {num_bytes / 1e9:.1f} GB in {folder}, where only "
-                    f"{free / 1e9:.1f} GB are free. Make room, set PISTON_HOME to a larger disk, "
-                    "or train without the cache."
-                )
-            logger.info("Decoding frames once into %s (%.1f GB)", folder, num_bytes / 1e9)
-            for camera, folder in self.folders.items():
-                about = {"data set": str(self.metadata.root.resolve()), "camera": camera}
-                write_json(folder / "about.json", {**about, "pixels": self._pixels})
-            self._decode(missing, total)
+            if missing := self.missing():
+                self._decode(missing)
 
-    def _decode(self, missing: list[_FileWork], total: int) -> None:
-        stopped = threading.Event()
+    def _decode(self, missing: list[list[_Missing]]) -> None:
+        total = sum(episode.length for inside in missing for _, episode, _ in inside)
+        num_bytes = total * self._pixels**2 * 3
+        folder = next(iter(self.folders.values())).parent
+        if num_bytes > (free := shutil.disk_usage(folder).free):
+            raise OSError(
+                f"The frame cache needs {num_bytes / 1e9:.1f} GB in {folder}, where only "
+                f"{free / 1e9:.1f} GB are free. Make room, set PISTON_HOME to a larger disk, or "
+                "train without the cache."
+            )
+        logger.info("Decoding frames once into %s (%.1f GB)", folder, num_bytes / 1e9)
+        for camera, folder in self.folders.items():
+            about = {"data set": str(self.metadata.root.resolve()), "camera": camera}
+            write_json(folder / "about.json", {**about, "pixels": self._pixels})
 
-        def decode(work: _FileWork) -> None:
-            camera, inside = work
-            for episode, start in inside:
+        def decode(inside: list[_Missing]) -> None:
+            for camera, episode, start in inside:
                 shape = (episode.length, self._pixels, self._pixels, 3)
                 header = {"descr": "|u1", "fortran_order": False, "shape": shape}
                 path = Path(self._path(camera, episode))
@@ -132,16 +126,8 @@ class CachedFrames:
                         file.write(np.ascontiguousarray(small).data)
                         bar.advance(1)
 
-        with (
-            ProgressBar("decoding", "frames", total) as bar,
-            ThreadPoolExecutor(num_usable_cpus()) as pool,
-        ):
-            try:
-                list(pool.map(decode, missing))
-            except BaseException:
-                stopped.set()
-                pool.shutdown(cancel_futures=True)
-                raise
+        with ProgressBar("decoding", "frames", total) as bar, worker_threads() as (pool, stopped):
+            list(pool.map(decode, missing))
 
 
 def _folder_name(metadata: Metadata, camera: str, pixels: int) -> str:
@@ -153,11 +139,8 @@ def _folder_name(metadata: Metadata, camera: str, pixels: int) -> str:
         span, path = episode.videos.get(camera), episode.file_of(camera)
         spans.append((episode.index, episode.length, path, span and (span.start, span.stop)))
         if path not in files:
-            try:
-                stat = (root / path).stat()
-                files[path] = stat.st_size, stat.st_mtime_ns
-            except FileNotFoundError:
-                files[path] = None
+            stat = (root / path).stat() if (root / path).exists() else None
+            files[path] = stat and (stat.st_size, stat.st_mtime_ns)
     content = repr((FORMAT, str(root), metadata.fps, spans, sorted(files.items())))
     key = hashlib.sha256(content.encode()).hexdigest()[:16]
     name, camera = (re.sub(r"[^\w.-]", "_", part) for part in (root.name, camera))

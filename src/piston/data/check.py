@@ -10,6 +10,7 @@ that training uses. An `error` would stop training. A damaged episode that reade
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -63,8 +64,7 @@ class Findings:
 
 def left_out(problems: Iterable[Problem], cameras: Iterable[str]) -> dict[int, Problem]:
     """Return the episodes that readers of these cameras leave out, with the first reason."""
-    wanted = {None, *cameras}
-    reasons: dict[int, Problem] = {}
+    wanted, reasons = {None, *cameras}, dict[int, Problem]()
     for problem in problems:
         if problem.leaves_out and problem.episode is not None and problem.camera in wanted:
             reasons.setdefault(problem.episode, problem)
@@ -193,21 +193,19 @@ def check_dataset(
     first: Columns = {}
     for episode in episodes:
         rows = findings.data.rows[episode.index]
-        problems += _unlike_others(metadata, episode.index, rows, first)
+        problems += _unlike_others(metadata, episode, rows, first)
         for severity, what, consequence in _row_problems(metadata, episode, rows):
-            where = f"episode {episode.index}"
-            problems.append(Problem(severity, where, what, consequence, episode.index))
+            problems.append(_problem(severity, episode, what, consequence))
         count(episode.length)
-    problems += _FrameCheck(findings, count).run(filmed)
-    declared = any(feature.is_camera for feature in metadata.features.values())
+    problems += _frame_problems(findings, filmed, count)
     reasons = []
     if not readable_episodes(metadata, problems):
         reasons.append("no episode can be read with all cameras")
+    declared = any(feature.is_camera for feature in metadata.features.values())
     if declared and not readable_cameras(metadata, problems):
         reasons.append("cameras are declared, none of them has files")
     problems += [Problem("error", "data set", why, "training cannot use it") for why in reasons]
-    rank = {"error": 0, "warning": 1, "note": 2}
-    return sorted(problems, key=lambda problem: rank[problem.severity])
+    return sorted(problems, key=lambda one: ("error", "warning", "note").index(one.severity))
 
 
 def usable(problems: Iterable[Problem]) -> bool:
@@ -229,120 +227,30 @@ def readable_cameras(metadata: Metadata, problems: Iterable[Problem]) -> list[st
     return [camera for camera in metadata.cameras if camera not in ignored]
 
 
+def _problem(
+    severity: Severity, episode: Episode, what: str, consequence: str, camera: str | None = None
+) -> Problem:
+    where = f"episode {episode.index}" + (f", {camera}" if camera else "")
+    return Problem(severity, where, what, consequence, episode.index, camera)
+
+
 def _unused_files(metadata: Metadata) -> Iterator[Problem]:
     """Find files of undeclared cameras and of episodes that are not listed."""
     known = {episode.data_path for episode in metadata.episodes}
     known |= {span.path for episode in metadata.episodes for span in episode.videos.values()}
-    unknown = sorted(
-        path
-        for path in list_files(metadata.root) - known
-        if path.endswith((".mp4", ".parquet")) and not Path(path).name.startswith(".")
+    unknown = (Path(path) for path in sorted(list_files(metadata.root) - known))
+    folders = collections.Counter(
+        str(path.parent)
+        for path in unknown
+        if path.suffix in (".mp4", ".parquet") and not path.name.startswith(".")
     )
-    for folder, count in collections.Counter(str(Path(path).parent) for path in unknown).items():
+    for folder, count in folders.items():
         what = f"{count} files that no listed episode and no declared camera refers to"
         yield Problem("note", folder, what, "they are not read")
 
 
-class _FrameCheck:
-    """Decodes every frame, several files at once."""
-
-    def __init__(self, findings: Findings, count: Callable[[int], None]) -> None:
-        self._findings, self._metadata, self._count = findings, findings.metadata, count
-        self._images = ImageRows(self._metadata.root)
-        self._stopped = threading.Event()
-
-    def run(self, filmed: Iterable[tuple[Episode, str]]) -> list[Problem]:
-        by_file: dict[str, list[tuple[Episode, str]]] = collections.defaultdict(list)
-        for episode, camera in filmed:
-            by_file[episode.file_of(camera)].append((episode, camera))
-        with ThreadPoolExecutor(num_usable_cpus()) as pool:
-            try:
-                found = pool.map(lambda item: list(self._file(*item)), by_file.items())
-                return [problem for problems in found for problem in problems]
-            except BaseException:  # Ctrl-C must not wait for a long video
-                self._stopped.set()
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-
-    def _file(self, path: str, inside: list[tuple[Episode, str]]) -> Iterator[Problem]:
-        if path not in self._findings.headers:  # images in the rows of a data file
-            for episode, camera in inside:
-                first = self._findings.data.first_rows[episode.index]
-                rows = range(first, first + episode.length)
-                frames = (self._images.read(path, camera, row) for row in rows)
-                yield from self._frames(episode, camera, frames)
-            return
-        try:
-            reader = VideoReader(self._metadata.root / path)
-        except VideoError as error:
-            for episode, camera in inside:
-                yield _frame_problem("error", episode, camera, str(error), STOPS)
-            return
-        yield from self._unlike_declared(reader, path, inside)
-        for episode, camera in inside:
-            times = episode.videos[camera].start + np.arange(episode.length) / self._metadata.fps
-            yield from self._frames(episode, camera, reader.brightness(times.tolist()))
-        reader.close()
-
-    def _frames(
-        self, episode: Episode, camera: str, frames: Iterator[np.ndarray]
-    ) -> Iterator[Problem]:
-        black, number = [], 0
-        try:
-            for frame in frames:
-                if self._stopped.is_set():
-                    return
-                if frame.max() <= BLACK:
-                    black.append(number)
-                self._count(1)
-                number += 1
-        except ValueError as error:
-            self._count(episode.length - number)
-            yield _frame_problem("error", episode, camera, f"frame {number}: {error}", STOPS)
-            return
-        if black:
-            what = f"{len(black)} of {episode.length} frames are black: {_ranges(black)}"
-            yield _frame_problem("warning", episode, camera, what, "they are used as they are")
-
-    def _unlike_declared(
-        self, reader: VideoReader, path: str, inside: list[tuple[Episode, str]]
-    ) -> Iterator[Problem]:
-        header, fps = self._findings.headers[path], self._metadata.fps
-        feature = self._metadata.features[inside[0][1]]
-        codec = feature.video.get("video.codec")
-        if codec is not None and codec != reader.codec:
-            what = f"the codec is {reader.codec}, declared is {codec}"
-            yield Problem("note", path, what, "the file's own codec is used")
-        if len(feature.shape) == 3 and set(reader.size) - set(feature.shape):
-            what = f"frames are {reader.size[0]}×{reader.size[1]}, declared is {feature.shape}"
-            yield Problem("warning", path, what, "frames keep the size that they have in the file")
-        needed = max(round(e.videos[camera].start * fps) + e.length for e, camera in inside)
-        if isinstance(header, VideoHeader) and header.num_frames > needed:
-            what = f"{header.num_frames} frames, the episodes have {needed}"
-            yield Problem("note", path, what, "the frames at the end are not used")
-
-
-def _frame_problem(
-    severity: Severity, episode: Episode, camera: str, what: str, consequence: str
-) -> Problem:
-    where = f"episode {episode.index}, {camera}"
-    return Problem(severity, where, what, consequence, episode.index, camera)
-
-
-def _ranges(numbers: list[int]) -> str:
-    """Return the first few numbers as ranges: 0–4, 7, 9–11."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    shown = [str(a) if a == b else f"{a}–{b}" for a, b in runs[:5]]
-    return ", ".join(shown) + (" …" if len(runs) > 5 else "")
-
-
 def _unlike_others(
-    metadata: Metadata, episode: int, rows: Columns, first: Columns
+    metadata: Metadata, episode: Episode, rows: Columns, first: Columns
 ) -> Iterator[Problem]:
     """Compare shapes and types with the declaration and with the first episode (in `first`)."""
     for key, array in rows.items():
@@ -356,7 +264,7 @@ def _unlike_others(
                 yield Problem("warning", key, what, "the shape in the files is used")
         elif not fits(array, before):
             what = f"{found}, in other files {before.dtype}{list(before.shape[1:])}"
-            yield Problem("error", f"episode {episode}", what, STOPS, episode)
+            yield _problem("error", episode, what, STOPS)
 
 
 def _row_problems(
@@ -364,8 +272,7 @@ def _row_problems(
 ) -> Iterator[tuple[Severity, str, str]]:
     """Yield severity, what is wrong, and the consequence."""
     for key, array in rows.items():
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            bad = np.flatnonzero(~np.isfinite(array).reshape(len(array), -1).all(axis=1))
+        if len(bad := bad_rows(array)):
             what = f"{key} is NaN or infinite in {len(bad)} rows, the first is {bad[0]}"
             yield "error", what, STOPS
     steps = np.arange(episode.length)
@@ -392,3 +299,102 @@ def _row_problems(
         yield "warning", what, "the episode's first task is used"
     if not episode.tasks and (unknown or not len(column)):
         yield "warning", "no task is known", "its prompt is empty"
+
+
+def bad_rows(array: np.ndarray) -> np.ndarray:
+    """Return the rows in which a floating-point number is NaN or infinite."""
+    if array.dtype.kind != "f" or np.isfinite(array).all():
+        return np.empty(0, np.int64)
+    return np.flatnonzero(~np.isfinite(array).reshape(len(array), -1).all(axis=1))
+
+
+@contextlib.contextmanager
+def worker_threads(
+    num_threads: int | None = None,
+) -> Iterator[tuple[ThreadPoolExecutor, threading.Event]]:
+    """Yield threads, by default one per CPU, and an event that tells them to stop after an error.
+
+    So Ctrl-C does not have to wait until a long video is decoded.
+    """
+    stopped = threading.Event()
+    with ThreadPoolExecutor(num_threads or num_usable_cpus()) as pool:
+        try:
+            yield pool, stopped
+        except BaseException:
+            stopped.set()
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _frame_problems(
+    findings: Findings, filmed: Iterable[tuple[Episode, str]], count: Callable[[int], None]
+) -> list[Problem]:
+    """Decode every frame, several files at once."""
+    metadata, images = findings.metadata, ImageRows(findings.metadata.root)
+    by_file: dict[str, list[tuple[Episode, str]]] = collections.defaultdict(list)
+    for episode, camera in filmed:
+        by_file[episode.file_of(camera)].append((episode, camera))
+
+    def check_file(path: str) -> list[Problem]:
+        inside, reader, problems = by_file[path], None, []
+        if path in findings.headers:  # else the images are in the rows of a data file
+            try:
+                reader = VideoReader(metadata.root / path)
+            except VideoError as error:
+                return [_problem("error", e, str(error), STOPS, camera) for e, camera in inside]
+            problems += _unlike_declared(findings, reader, path, inside)
+        for episode, camera in inside:
+            steps, black, number = np.arange(episode.length), [], 0
+            if reader is None:
+                rows = (findings.data.first_rows[episode.index] + steps).tolist()
+                frames = (images.read(path, camera, row) for row in rows)
+            else:
+                times = episode.videos[camera].start + steps / metadata.fps
+                frames = reader.brightness(times.tolist())
+            try:
+                for number, frame in enumerate(frames, 1):
+                    if stopped.is_set():
+                        return problems
+                    if frame.max() <= BLACK:
+                        black.append(number - 1)
+                    count(1)
+            except ValueError as error:
+                count(episode.length - number)
+                what = f"frame {number}: {error}"
+                problems.append(_problem("error", episode, what, STOPS, camera))
+            else:
+                if black:
+                    what = f"{len(black)} of {episode.length} frames are black: {_ranges(black)}"
+                    consequence = "they are used as they are"
+                    problems.append(_problem("warning", episode, what, consequence, camera))
+        if reader is not None:
+            reader.close()
+        return problems
+
+    with worker_threads() as (pool, stopped):
+        return [problem for problems in pool.map(check_file, by_file) for problem in problems]
+
+
+def _unlike_declared(
+    findings: Findings, reader: VideoReader, path: str, inside: Sequence[tuple[Episode, str]]
+) -> Iterator[Problem]:
+    header, fps = findings.headers[path], findings.metadata.fps
+    feature = findings.metadata.features[inside[0][1]]
+    codec = feature.video.get("video.codec")
+    if codec is not None and codec != reader.codec:
+        what = f"the codec is {reader.codec}, declared is {codec}"
+        yield Problem("note", path, what, "the file's own codec is used")
+    if len(feature.shape) == 3 and set(reader.size) - set(feature.shape):
+        what = f"frames are {reader.size[0]}×{reader.size[1]}, declared is {feature.shape}"
+        yield Problem("warning", path, what, "frames keep the size that they have in the file")
+    needed = max(round(e.videos[camera].start * fps) + e.length for e, camera in inside)
+    if isinstance(header, VideoHeader) and header.num_frames > needed:
+        what = f"{header.num_frames} frames, the episodes have {needed}"
+        yield Problem("note", path, what, "the frames at the end are not used")
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return the first few numbers as ranges: 0–4, 7, 9–11."""
+    runs = np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1)
+    shown = [str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs[:5]]
+    return ", ".join(shown) + (" …" if len(runs) > 5 else "")

@@ -171,29 +171,22 @@ def choose_episodes(episodes: Sequence[Episode], choice: EpisodeChoice) -> list[
     Numbers are episode indices. "0:50" are those of 0 … 49 that exist, "9-12" is 9 … 12 exactly,
     "!7" excludes 7; a text with exclusions only selects all other episodes.
     """
+    known = {episode.index for episode in episodes}
     if choice is None:
-        chosen = list(episodes)
+        numbers = named = known
     elif callable(choice):
-        chosen = [episode for episode in episodes if choice(episode)]
+        numbers = named = {episode.index for episode in episodes if choice(episode)}
+    elif isinstance(choice, str):
+        numbers, named = _parse(choice, known)
     else:
-        known = {episode.index for episode in episodes}
-        if isinstance(choice, str):
-            numbers, named = _parse(choice, known)
-        else:
-            numbers = named = _whole_numbers(choice)
-        if unknown := sorted(named - known):
-            raise ValueError(
-                f"Episodes {shorten(unknown)} were asked for; the data set has {shorten(known)}."
-            )
-        chosen = [episode for episode in episodes if episode.index in numbers]
-    if not chosen:
+        numbers = named = _whole_numbers(choice)
+    if unknown := named - known:
+        raise ValueError(
+            f"Episodes {shorten(unknown)} were asked for; the data set has {shorten(known)}."
+        )
+    if not numbers:
         raise ValueError(f"The choice {choice!r} selects none of {len(episodes)} episodes.")
-    return chosen
-
-
-def without_episodes(choice: str | None, episodes: Iterable[int | str]) -> str:
-    """Return the text of a choice that also excludes these, for --data.episodes."""
-    return ",".join([*filter(None, [choice]), *(f"!{episode}" for episode in episodes)])
+    return [episode for episode in episodes if episode.index in numbers]
 
 
 def _whole_numbers(choice: Iterable[int]) -> set[int]:
@@ -210,29 +203,27 @@ def _whole_numbers(choice: Iterable[int]) -> set[int]:
 
 def _parse(text: str, known: set[int]) -> tuple[set[int], set[int]]:
     """Return the selected numbers, and all that the text names, exclusions included."""
-    chosen: set[int] = set()
-    without: set[int] = set()
-    parts = [part.strip() for part in text.split(",")]
-    for part in parts:
-        numbers = without if part.startswith("!") else chosen
-        numbers |= _parse_part(part.removeprefix("!").strip(), text, known)
-    if all(part.startswith("!") for part in parts):
-        chosen = set(known)
+    chosen, without = set[int](), set[int]()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(!?)\s*(?:(\d+)(?:-(\d+))?|(\d*):(\d*))\s*", part)
+        if match is None:
+            raise ValueError(
+                f"{part.strip()!r} in {text!r} names no episodes; expected e.g. 0:50 or 3,7,9-12, "
+                "with ! before those to exclude."
+            )
+        excluded, first, last, start, stop = match.groups()
+        if first is not None:
+            numbers = set(range(int(first), int(last or first) + 1))
+        else:
+            span = range(int(start or 0), int(stop or max(known) + 1))
+            numbers = {number for number in known if number in span}
+        if excluded:
+            without |= numbers
+        else:
+            chosen |= numbers
+    if all(part.lstrip().startswith("!") for part in text.split(",")):
+        chosen = known
     return chosen - without, chosen | without
-
-
-def _parse_part(part: str, text: str, known: set[int]) -> set[int]:
-    if part.isdecimal():
-        return {int(part)}
-    if match := re.fullmatch(r"(\d+)-(\d+)", part):
-        return set(range(int(match[1]), int(match[2]) + 1))
-    if match := re.fullmatch(r"(\d*):(\d*)", part):
-        start, stop = int(match[1] or 0), int(match[2] or max(known) + 1)
-        return {number for number in known if start <= number < stop}
-    raise ValueError(
-        f"{part!r} in {text!r} names no episodes; expected e.g. 0:50 or 3,7,9-12, with ! before "
-        "those to exclude."
-    )
 
 
 def shorten(numbers: Iterable[int]) -> str:

@@ -20,15 +20,8 @@ import numpy as np
 from piston.config import DataConfig
 from piston.data.cache import CachedFrames
 from piston.data.dataset import LeRobotDataset, open_dataset
-from piston.data.format import DERIVED, EpisodeError, Metadata, locate
-from piston.data.mixture import (
-    EpisodeChoice,
-    Samples,
-    choose_episodes,
-    shorten,
-    split_episodes,
-    without_episodes,
-)
+from piston.data.format import DERIVED, Episode, EpisodeError, Metadata, locate
+from piston.data.mixture import EpisodeChoice, Samples, shorten, split_episodes
 from piston.models.configs import ModelConfig
 from piston.transforms import Data, RepackTransform, compose, flatten_dict
 
@@ -48,8 +41,6 @@ MODEL_KEYS = (
     "token_loss_mask",
 )
 PLACE_KEYS = ("set_index", "episode_index", "frame_index", "index")
-# How many episodes a message lists, and how many frames of each.
-_SHOWN = 5
 
 
 def open_training_data(
@@ -127,12 +118,13 @@ def split_sources(
     If a data set occurs twice, an episode is held out of both, and validated on in the first only.
     """
     roots = [source.metadata.root.resolve() for source in sources]
-    held_out: dict[Path, set[int]] = {}
-    for root in roots:
-        same = (source for source, other in zip(sources, roots) if other == root)
-        known = {episode.index: episode for source in same for episode in source.episodes}
+    known: dict[Path, dict[int, Episode]] = {root: {} for root in roots}
+    for source, root in zip(sources, roots):
+        known[root] |= {episode.index: episode for episode in source.episodes}
+    held_out: dict[Path, list[int]] = {}
+    for root, episodes in known.items():
         try:
-            held_out[root] = set(split_episodes(list(known.values()), num_held_out, seed=seed)[1])
+            held_out[root] = split_episodes([*episodes.values()], num_held_out, seed=seed)[1]
         except ValueError as error:
             error.add_note(f"in {root}")
             raise
@@ -140,9 +132,9 @@ def split_sources(
     parts = []
     for source, root in zip(sources, roots):
         own = {episode.index for episode in source.episodes}
-        if own <= held_out[root]:
+        if not (kept := own.difference(held_out[root])):
             raise ValueError(f"All episodes chosen of {root} ({shorten(own)}) are held out.")
-        parts.append((sorted(own - held_out[root]), sorted(own & remaining[root])))
+        parts.append((sorted(kept), sorted(own & remaining[root])))
         remaining[root] -= own
     return parts
 
@@ -154,43 +146,39 @@ def open_source(config: DataConfig, model: ModelConfig) -> LeRobotDataset:
     if config.repo_id is None:
         raise ValueError("No data set is named: give --data.repo-id, a folder or owner/name.")
     metadata = Metadata.read(locate(config.repo_id))
-    try:
-        chosen = choose_episodes(metadata.episodes, config.episodes)
-    except ValueError as error:
-        error.add_note(f"in {config.repo_id}")
-        raise
-    steps = config.steps_read(model.action_horizon)
     features, used = metadata.features, keys_used(config)
+    steps = config.steps_read(model.action_horizon)
     with advising(config):
         return open_dataset(
             metadata,
             sequences=dict.fromkeys(config.action_sequence_keys, steps),
-            episodes=[episode.index for episode in chosen],
+            episodes=config.episodes,
             cameras=used and [key for key in used if key in features and features[key].is_camera],
         )
 
 
 def leave_out(config: DataConfig, episodes: Iterable[int | str]) -> str:
     """Return the option that also leaves out these episodes, for a message."""
-    episodes = list(episodes)
-    choice = without_episodes(config.episodes, episodes)
+    exclusions = ",".join(f"!{episode}" for episode in episodes)
+    choice = f"{config.episodes},{exclusions}" if config.episodes else exclusions
     if config.set_index:
         return f"'{config.repo_id}#{choice}' in --data.more-sets"
     option = f"--data.episodes '{choice}'"
     if config.more_sets:  # which of the sets is not known
-        others = without_episodes(None, episodes)
-        option += f", or of another set 'SET#{others}' in --data.more-sets"
+        option += f", or of another set 'SET#{exclusions}' in --data.more-sets"
     return option
 
 
 @contextlib.contextmanager
 def advising(config: DataConfig) -> Iterator[None]:
-    """Add to an EpisodeError which data set it is about, and how to leave out the episode."""
+    """Add to an error which data set it is about, and how to leave out an episode."""
     try:
         yield
-    except EpisodeError as error:
-        option = leave_out(config, [error.episode])
-        error.add_note(f"in {config.repo_id}. To leave the episode out: {option}")
+    except ValueError as error:
+        advice = ""
+        if isinstance(error, EpisodeError):
+            advice = f". To leave the episode out: {leave_out(config, [error.episode])}"
+        error.add_note(f"in {config.repo_id}{advice}")
         raise
 
 
@@ -200,50 +188,6 @@ def keys_used(config: DataConfig) -> list[str] | None:
     if not isinstance(first, RepackTransform):
         return None
     return list(dict.fromkeys(flatten_dict(first.structure).values()))
-
-
-def require_finite(dataset: LeRobotDataset, config: DataConfig) -> None:
-    """Raise ValueError if states or actions are NaN or infinite, naming episodes and frames.
-
-    They are found in the columns; no frame is decoded. A value counts only if it is still there
-    after the robot's transforms, which may drop or repair it.
-    """
-    used, suspect = keys_used(config), np.zeros(len(dataset), bool)
-    for key in dataset.keys:
-        column = dataset.column(key)
-        is_used = used is None or key in used or key in config.action_sequence_keys
-        if is_used and column.dtype.kind == "f":
-            suspect |= ~np.isfinite(column).reshape(len(column), -1).all(axis=1)
-    if not suspect.any():
-        return
-    numbers = dataset.without_cameras()
-    black = dict.fromkeys(dataset.cameras, np.zeros((1, 1, 3), np.uint8))
-    robot = (*config.repack_transforms.inputs, *config.data_transforms.inputs)
-    transform = compose((PromptFromItem(), *robot))
-
-    def is_bad(row: int) -> bool:
-        item = numbers[row] | black
-        try:
-            data = transform(
-                {**item, PADDING_KEY: item[f"{config.action_sequence_keys[0]}_is_pad"]}
-            )
-        except ValueError:  # raised by the robot's own check
-            return True
-        return not all(np.isfinite(data[key]).all() for key in ("state", "actions"))
-
-    found: dict[int, str] = {}
-    for episode, (start, stop) in zip(dataset.episodes, dataset.episode_bounds.tolist()):
-        frames = np.flatnonzero(suspect[start:stop]).tolist()
-        if bad := [frame for frame in frames[:_SHOWN] if is_bad(start + frame)]:
-            found[episode.index] = f"{', '.join(map(str, bad))}{' …' * (len(frames) > _SHOWN)}"
-    if found:
-        listed = [f"episode {index} (frame {frames})" for index, frames in found.items()]
-        more = f" and {len(found) - _SHOWN} more episodes" if len(found) > _SHOWN else ""
-        raise ValueError(
-            f"States or actions of {config.repo_id} are NaN or infinite: "
-            f"{', '.join(listed[:_SHOWN])}{more}. Repair them, or leave the episodes out: "
-            f"{leave_out(config, found)}"
-        )
 
 
 class TrainingData:

@@ -4,8 +4,8 @@ The values are those that training sees: every frame's chunk of actions, with th
 episode repeated, after the repack and data transforms. Several data sets are treated as one, and
 every frame counts once. Writing the result is left to `write_norm_stats`.
 
-    mean, std   in float64, blocks merged as Chan, Golub and LeVeque do
-    q01, q99    from a fine histogram in a window around the quantile; see `_QuantileSearch`
+A sample of the frames is read first. It says where the quantiles almost surely are, so that of all
+values only those close to them have to be kept; see `_KeyTotals`.
 
 Dims: n frames, h horizon, s state dim, a action dim; d dimensions and m values of a block.
 """
@@ -13,17 +13,18 @@ Dims: n frames, h horizon, s state dim, a action dim; d dimensions and m values 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from numpy.lib.stride_tricks import sliding_window_view
 
 from piston.config import DataConfig
+from piston.data.check import worker_threads
 from piston.data.pipeline import PADDING_KEY, keys_used, leave_out
-from piston.data.video import num_usable_cpus
 from piston.progress import Progress, no_progress
 from piston.transforms import Data, compose, missing_key
 from piston.transforms.normalize import EPSILON, NormStats
@@ -33,14 +34,14 @@ PIXEL = np.zeros((1, 1, 3), np.uint8)
 
 # Numbers per block: enough that Python is not what takes time, few enough to stay in a cache.
 BLOCK_VALUES = 2**20
-# Frames of the sample that says where the quantiles are, and values taken from each chunk.
+# Frames of the sample, and values taken from each chunk.
 SMALLEST_SAMPLE, LARGEST_SAMPLE, SAMPLE_SHARE = 2**12, 2**16, 16
 SAMPLED_STEPS = 4
 # A value this many times the distance of the quantiles beyond them is a far outlier.
 FAR = 5.0
 PROBABILITIES = (0.01, 0.99)
-# Bins per window, and the largest error of a quantile as a share of q99 − q01 + 1e-6.
-NUM_BINS, QUANTILE_ERROR = 1024, 2.0**-11
+# How many episodes a message lists, and how many frames of each.
+_SHOWN = 5
 
 Values = Float[np.ndarray, "d m"]
 Frames = Int[np.ndarray, " n"]
@@ -81,24 +82,17 @@ def compute_statistics(
     if max_frames is not None:
         frames = _choose(frames, max_frames, seed)
     num_sampled = max(SMALLEST_SAMPLE, min(LARGEST_SAMPLE, len(frames) // SAMPLE_SHARE))
-    sampled = _choose(frames, num_sampled, seed)
-    with ThreadPoolExecutor(num_threads or num_usable_cpus()) as pool:
-        try:
-            samples = _sample(pool, _blocks(sources, sampled), seed)
-            searches = {
-                key: _QuantileSearch(sample, len(sampled)) for key, sample in samples.items()
-            }
-            moments = _run(pool, _blocks(sources, frames), searches, progress)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-    return {
-        key: KeyStatistics(
-            NormStats(of_key.mean, of_key.std, *searches[key].quantiles()),
-            *(of_key.count, searches[key].minimum, searches[key].maximum, samples[key]),
-        )
-        for key, of_key in moments.items()
-    }
+    sampled, reach = _choose(frames, num_sampled, seed), 5.0
+    with worker_threads(num_threads) as (pool, _):
+        samples = _sample(pool, _blocks(sources, sampled), seed)
+        while True:
+            totals = {k: _KeyTotals(sample, len(sampled), reach) for k, sample in samples.items()}
+            _count(pool, _blocks(sources, frames), totals, progress)
+            found = {key: one.statistics(samples[key]) for key, one in totals.items()}
+            statistics = {key: one for key, one in found.items() if one is not None}
+            if len(statistics) == len(found):
+                return statistics
+            reach *= 4  # very rarely: the sample was misleading
 
 
 def _choose(frames: Frames, count: int, seed: int) -> Frames:
@@ -107,290 +101,213 @@ def _choose(frames: Frames, count: int, seed: int) -> Frames:
     return frames[np.sort(np.random.default_rng(seed).choice(len(frames), count, replace=False))]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Block:
-    """Frames of one source, few enough to be transformed at once."""
-
-    source: TransformedColumns
-    frames: Frames
-    number: int
-
-    def rows(self) -> dict[str, Values]:
-        """Return one row per dimension for each key: all frames, and all steps of their chunks."""
-        rows = {}
-        for key, values in self.source.block(self.frames).items():
-            if values.dtype not in (np.float32, np.float64):
-                values = values.astype(np.float64)
-            rows[key] = np.moveaxis(values, -1, 0).reshape(values.shape[-1], -1)
-        return rows
-
-
-def _blocks(sources: Sequence[TransformedColumns], frames: Frames) -> list[_Block]:
-    """Cut ascending frames, counted over all sources, into blocks."""
-    blocks: list[_Block] = []
-    offset = 0
+def _blocks(
+    sources: Sequence[TransformedColumns], frames: Frames
+) -> list[tuple[TransformedColumns, Frames]]:
+    """Cut ascending frames, counted over all sources, into blocks of one source."""
+    blocks, offset = [], 0
     for source in sources:
         first, stop = np.searchsorted(frames, [offset, offset + len(source)])
         own, size = frames[first:stop] - offset, max(1, BLOCK_VALUES // source.values_per_frame)
-        for start in range(0, len(own), size):
-            blocks.append(_Block(source, own[start : start + size], len(blocks)))
+        blocks += [(source, own[start : start + size]) for start in range(0, len(own), size)]
         offset += len(source)
     return blocks
 
 
-def _sample(pool: ThreadPoolExecutor, blocks: Sequence[_Block], seed: int) -> dict[str, Values]:
+def _sample(
+    pool: ThreadPoolExecutor, blocks: Sequence[tuple[TransformedColumns, Frames]], seed: int
+) -> dict[str, Values]:
     """Return some steps of each chunk of the blocks, at random."""
 
-    def draw(block: _Block) -> dict[str, Values]:
-        random, count = np.random.default_rng([seed, block.number]), len(block.frames)
+    def draw(block: tuple[TransformedColumns, Frames]) -> dict[str, Values]:
+        source, frames = block
+        random, count = np.random.default_rng([seed, frames[0]]), SAMPLED_STEPS * len(frames)
         return {
-            key: values[:, random.integers(values.shape[1], size=SAMPLED_STEPS * count)]
-            if values.shape[1] > SAMPLED_STEPS * count
+            key: values[:, random.integers(values.shape[1], size=count)]
+            if values.shape[1] > count
             else values
-            for key, values in block.rows().items()
+            for key, values in source.rows(frames).items()
         }
 
     drawn = list(pool.map(draw, blocks))
     for key in STATISTICS_KEYS:
-        for other in drawn[1:]:
-            if len(drawn[0][key]) != len(other[key]):
-                raise ValueError(
-                    f"{key!r} has {len(drawn[0][key])} dimensions in one data set and "
-                    f"{len(other[key])} in another: they have no common statistics. Compute them "
-                    "separately."
-                )
+        first, *others = dict.fromkeys(len(part[key]) for part in drawn)
+        if others:
+            raise ValueError(
+                f"{key!r} has {first} dimensions in one data set and {others[0]} in another: they "
+                "have no common statistics. Compute them separately."
+            )
     return {key: np.concatenate([part[key] for part in drawn], 1) for key in STATISTICS_KEYS}
 
 
-def _run(
+def _count(
     pool: ThreadPoolExecutor,
-    blocks: Sequence[_Block],
-    searches: dict[str, _QuantileSearch],
+    blocks: Sequence[tuple[TransformedColumns, Frames]],
+    totals: dict[str, _KeyTotals],
     progress: Progress,
-) -> dict[str, Moments]:
-    """Return the moments of all blocks, and add their values to the searches until they end."""
+) -> None:
+    """Add the values of all blocks to the totals. Raise ValueError if one is not finite."""
 
-    def summarize(block: _Block) -> dict[str, tuple[Moments, _Tally]]:
-        return {
-            key: (_moments(block, key, values), searches[key].tally(values))
-            for key, values in block.rows().items()
-        }
+    def measure(block: tuple[TransformedColumns, Frames]) -> dict[str, _Part]:
+        source, frames = block
+        parts = {}
+        for key, values in source.rows(frames).items():
+            parts[key] = totals[key].measure(values)
+            # A value that is not finite makes every sum that it is in not finite.
+            if not np.isfinite(parts[key].sums).all():
+                for column in np.flatnonzero(~np.isfinite(values).all(axis=0)):
+                    episode, place = source.place(frames[column * len(frames) // values.shape[1]])
+                    raise ValueError(
+                        f"{key!r} is NaN or infinite after the data transforms, in {place}. Repair "
+                        f"the episode, or leave it out: {leave_out(source.config, [episode])}"
+                    )
+        return parts
 
-    total, done = sum(len(block.frames) for block in blocks), 0
-    moments: dict[str, Moments] = {}
+    total, done = sum(len(frames) for _, frames in blocks), 0
     # In the order of the blocks, so that the same data give the same bits.
-    for block, summary in zip(blocks, pool.map(summarize, blocks)):
-        for key, (part, tally) in summary.items():
-            moments[key] = moments[key].merge(part) if key in moments else part
-            searches[key].add(tally)
-        done += len(block.frames)
+    for (_, frames), parts in zip(blocks, pool.map(measure, blocks)):
+        for key, part in parts.items():
+            totals[key].add(part)
+        done += len(frames)
         progress(done, total)
-    # Rarely, a window missed its quantile or was too wide; then the values are counted again.
-    while again := [
-        key for key, search in searches.items() if not search.end_pass(moments[key].count)
-    ]:
-
-        def recount(block: _Block, keys: Sequence[str] = again) -> dict[str, _Tally]:
-            rows = block.rows()
-            return {key: searches[key].tally(rows[key]) for key in keys}
-
-        for tallies in pool.map(recount, blocks):
-            for key, tally in tallies.items():
-                searches[key].add(tally)
-    return moments
 
 
-def _moments(block: _Block, key: str, values: Values) -> Moments:
-    """Return the moments of a block. Raise ValueError if a value is not finite."""
-    moments = Moments.of(values)
-    # A value that is not finite makes every sum that it is in not finite.
-    if not np.isfinite(moments.squares).all():
-        bad = np.flatnonzero(~np.isfinite(values).all(axis=0))[0]
-        frame = int(block.frames[bad * len(block.frames) // values.shape[1]])
-        raise ValueError(
-            f"{key!r} is NaN or infinite after the data transforms, in "
-            f"{block.source.place(frame)}. Repair the episode, or leave it out: "
-            f"{block.source.how_to_leave_out(frame)}"
-        )
-    return moments
-
-
-@dataclasses.dataclass(frozen=True)
-class Moments:
-    """Count, mean, and sum of squared distances from the mean, in float64."""
+@dataclasses.dataclass
+class _Part:
+    """What `_KeyTotals` knows of some values."""
 
     count: int
-    mean: Float[np.ndarray, " d"]
-    squares: Float[np.ndarray, " d"]
-
-    @classmethod
-    def of(cls, values: Values) -> Moments:
-        # Distances from each row's first value: no cancellation however far from 0 the row is.
-        count, first = values.shape[1], values[:, 0].astype(np.float64)
-        total, squares = np.empty_like(first), np.empty_like(first)
-        for dim, row in enumerate(values):
-            distance = row.astype(np.float64)
-            distance -= first[dim]
-            total[dim], squares[dim] = distance.sum(), distance.dot(distance)
-        squares -= total**2 / count
-        return cls(count, first + total / count, np.maximum(squares, 0.0))
-
-    def merge(self, other: Moments) -> Moments:
-        """Return the moments of both together, as Chan, Golub and LeVeque add variances."""
-        count = self.count + other.count
-        apart = other.mean - self.mean
-        return Moments(
-            count,
-            self.mean + apart * (other.count / count),
-            self.squares + other.squares + apart**2 * (self.count * other.count / count),
-        )
-
-    @property
-    def std(self) -> Float[np.ndarray, " d"]:
-        return np.sqrt(self.squares / self.count)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Tally:
-    """How many values lie below each window, and how many in each bin, with their sum."""
-
-    below: Int[np.ndarray, "d 4"]
-    counts: Int[np.ndarray, "d 4 bins"]
-    sums: Float[np.ndarray, "d 4 bins"]
+    sums: Float[np.ndarray, "2 d"]  # of the distances from the centre, and of their squares
     minimum: Float[np.ndarray, " d"]
     maximum: Float[np.ndarray, " d"]
+    # Values below each window, up to its lower end, and up to its upper end.
+    ranks: Int[np.ndarray, "d 2 3"]
+    inside: list[np.ndarray]  # values between the ends of a window: for each block, dim and window
 
 
-class _QuantileSearch:
-    """Finds quantiles of more numbers than fit in memory.
+class _KeyTotals:
+    """Totals of all values of one key, block by block.
 
-    A random sample says between which two values a quantile almost surely lies. All values in this
-    window are counted in bins, those below it as one number; so the counts tell in which bin the
-    quantile is, and the result is the mean of that bin. If the window missed the quantile, or its
-    bins are too wide, the values are counted once more in a window that is right.
+    Moments are sums of distances from the sample's median. A median is at most one standard
+    deviation from the mean, so that no digits cancel however far from 0 the values are.
 
-        below: one count | bin | bin | bin | … | bin | above
-                                  ↑ rank of the quantile
+    For each quantile, the sample gives a window in which it almost surely lies, `reach` standard
+    deviations of its rank wide. Values in the window are kept (about 1 % of all), others counted:
 
-    `np.quantile` interpolates between two neighbouring values: each of the four has its window.
-    The error is at most QUANTILE_ERROR · (q99 − q01 + 1e-6).
+        below │ low │ inside: kept and sorted in the end │ high │ above
+                            ↑ rank of the quantile
+
+    Values equal to an end are counted as well, since there may be very many of them.
     """
 
-    def __init__(self, sample: Values, num_independent: int) -> None:
-        ordered = np.sort(sample, axis=1).astype(np.float64)
-        size = ordered.shape[1]
-        self._low, self._high = np.empty((2, len(ordered), 4))
-        for which, probability in enumerate(np.repeat(PROBABILITIES, 2)):
-            # Five standard deviations of the rank of a quantile in the sample.
-            reach = 5.0 * np.sqrt(probability * (1 - probability) / num_independent)
-            first, last = int((probability - reach) * size) - 1, int((probability + reach) * size)
-            self._low[:, which] = ordered[:, max(first, 0)]
-            self._high[:, which] = ordered[:, min(last + 1, size - 1)]
-        # The windows begin and end with values that exist, so these are in one of the tallies.
-        self.minimum, self.maximum = np.full((2, len(ordered)), [[np.inf], [-np.inf]])
-        self._values, self._between = np.empty_like(self._low), np.zeros(2)
-        self._tally: _Tally | None = None
+    def __init__(self, sample: Values, num_independent: int, reach: float) -> None:
+        ordered, size = np.sort(sample, axis=1), sample.shape[1]
+        self._center = ordered[:, size // 2].astype(np.float64)
+        ordered = np.pad(ordered, ((0, 0), (1, 1)), constant_values=(-np.inf, np.inf))
+        windows = []
+        for probability in PROBABILITIES:
+            half = reach * np.sqrt(probability * (1 - probability) / num_independent)
+            first, last = int((probability - half) * size), int((probability + half) * size) + 2
+            windows.append(ordered[:, [max(first, 0), min(last, size + 1)]])
+        self._windows = np.stack(windows, axis=1)
+        self._total = self.measure(sample[:, :0])
 
-    def tally(self, values: Values) -> _Tally:
+    def measure(self, values: Values) -> _Part:
         dims = len(values)
-        below, shape = np.empty((dims, 4), np.int64), (dims, 4, NUM_BINS)
-        counts, sums = np.zeros(shape, np.int64), np.zeros(shape)
-        minimum, maximum = self.minimum.copy(), self.maximum.copy()
+        sums, ranks, inside = np.empty((2, dims)), np.empty((dims, 2, 3), np.int64), []
+        minimum, maximum = np.full((2, dims), [[np.inf], [-np.inf]])
         for dim, row in enumerate(values):
-            low, high = self._low[dim], self._high[dim]
-            # Most values lie between the windows of the lower and those of the upper quantile. They
-            # are compared in their own precision, rounded outwards.
-            below_them = np.nextafter(row.dtype.type(high[:2].max()), row.dtype.type(np.inf))
-            above_them = np.nextafter(row.dtype.type(low[2:].min()), row.dtype.type(-np.inf))
-            ends = row[(row <= below_them) | (row >= above_them)].astype(np.float64)
-            minimum[dim] = ends.min(initial=minimum[dim])
-            maximum[dim] = ends.max(initial=maximum[dim])
-            for which in range(4):
-                start, width = low[which], high[which] - low[which]
-                if which % 2 and (start, high[which]) == (low[which - 1], high[which - 1]):
-                    for array in (below, counts, sums):
-                        array[dim, which] = array[dim, which - 1]
-                    continue
-                between = (len(row) - len(ends)) * (which >= 2)
-                below[dim, which] = np.count_nonzero(ends < start) + between
-                inside = ends[(ends >= start) & (ends <= high[which])] - start
-                bins = (inside / (width or 1.0) * NUM_BINS).astype(np.int64)
-                bins = np.minimum(bins, NUM_BINS - 1)
-                counts[dim, which] = np.bincount(bins, minlength=NUM_BINS)
-                sums[dim, which] = np.bincount(bins, inside, minlength=NUM_BINS)
-        return _Tally(below, counts, sums, minimum, maximum)
+            distance = row.astype(np.float64)
+            distance -= self._center[dim]
+            sums[:, dim] = distance.sum(), distance.dot(distance)
+            # Most values lie between the window of the lower and that of the upper quantile.
+            ends = row[(row <= self._windows[dim, 0, 1]) | (row >= self._windows[dim, 1, 0])]
+            # The ends of windows exist, so the extremes of all values are in one of the blocks.
+            minimum[dim], maximum[dim] = ends.min(initial=np.inf), ends.max(initial=-np.inf)
+            for which, (low, high) in enumerate(self._windows[dim]):
+                counts = [
+                    np.count_nonzero(part) for part in (ends < low, ends <= low, ends <= high)
+                ]
+                ranks[dim, which] = np.add(counts, which * (len(row) - len(ends)))
+                inside.append(ends[(ends > low) & (ends < high)])
+        return _Part(values.shape[1], sums, minimum, maximum, ranks, inside)
 
-    def add(self, tally: _Tally) -> None:
-        self.minimum = np.minimum(self.minimum, tally.minimum)
-        self.maximum = np.maximum(self.maximum, tally.maximum)
-        if self._tally is None:
-            self._tally = tally
-        else:
-            for name in ("below", "counts", "sums"):
-                total = getattr(self._tally, name)
-                total += getattr(tally, name)
+    def add(self, part: _Part) -> None:
+        total = self._total
+        total.count += part.count
+        total.sums += part.sums
+        total.ranks += part.ranks
+        total.minimum = np.minimum(total.minimum, part.minimum)
+        total.maximum = np.maximum(total.maximum, part.maximum)
+        total.inside += part.inside
 
-    def end_pass(self, num_values: int) -> bool:
-        """Return whether all quantiles are found; otherwise move the windows."""
-        if self._tally is None:
-            return True
-        tally, self._tally = self._tally, None
-        positions = np.array(PROBABILITIES, np.float64) * (num_values - 1)
-        self._between = positions % 1
-        ranks = np.minimum(np.repeat(positions, 2) // 1 + [0, 1, 0, 1], num_values - 1)
-        low, high = self._low, self._high
-        width = (high - low) / NUM_BINS
-        up_to = tally.below[..., np.newaxis] + tally.counts.cumsum(axis=2)
-        which_bin = (up_to <= ranks[:, np.newaxis]).sum(axis=2)
-        too_high, too_low = ranks < tally.below, which_bin == NUM_BINS
+    def statistics(self, sample: Values) -> KeyStatistics | None:
+        """Return the statistics of all values; None if a quantile is not in its window."""
+        total, dims = self._total, len(sample)
+        shift, squares = total.sums / total.count
+        std = np.sqrt(np.maximum(squares - shift**2, 0.0))
+        quantiles = np.empty((2, dims))
+        for which, dim in itertools.product(range(2), range(dims)):
+            inside = np.sort(np.concatenate(total.inside[2 * dim + which :: 2 * dims]))
+            position = PROBABILITIES[which] * (total.count - 1)
+            rank = int(position)
+            args = (inside, self._windows[dim, which], total.ranks[dim, which])
+            lower = _order_statistic(rank, *args)
+            upper = _order_statistic(min(rank + 1, total.count - 1), *args)
+            quantiles[which, dim] = lower + (upper - lower) * (position - rank)
+        if np.isnan(quantiles).any():
+            return None
+        norm_stats = NormStats(self._center + shift, std, *quantiles)
+        return KeyStatistics(norm_stats, total.count, total.minimum, total.maximum, sample)
 
-        place = np.minimum(which_bin, NUM_BINS - 1)[..., np.newaxis]
-        count, total = (np.take_along_axis(a, place, 2) for a in (tally.counts, tally.sums))
-        self._values = low + (total / np.maximum(count, 1))[..., 0]
-        q01, q99 = self.quantiles()
-        allowed = QUANTILE_ERROR * (np.maximum(q99 - q01, 0.0) + EPSILON)
-        too_wide = width > allowed[:, np.newaxis]
 
-        # The bin, and one on either side because edges are rounded.
-        begin = low + (place[..., 0] - 1) * width
-        minimum, maximum = (np.repeat(m[:, None], 4, 1) for m in (self.minimum, self.maximum))
-        cases = [too_high, too_low, too_wide]
-        self._low = np.select(cases, [minimum, high, begin], low)
-        self._high = np.select(cases, [low, maximum, begin + 3 * width], high)
-        return not np.any(cases)
-
-    def quantiles(self) -> tuple[Float[np.ndarray, " d"], Float[np.ndarray, " d"]]:
-        below, above = self._values[:, [0, 2]], self._values[:, [1, 3]]
-        q01, q99 = (below + (above - below) * self._between).T
-        return q01, q99
+def _order_statistic(
+    rank: int, inside: np.ndarray, window: np.ndarray, ranks: Int[np.ndarray, " 3"]
+) -> float:
+    """Return the value of this rank among all values; NaN if it is outside of the window."""
+    below, up_to_low, up_to_high = ranks
+    if below <= rank < up_to_low:
+        return float(window[0])
+    if up_to_low <= rank < up_to_low + len(inside):
+        return float(inside[rank - up_to_low])
+    return float(window[1]) if up_to_low <= rank < up_to_high else np.nan
 
 
 class TransformedColumns:
-    """`block(frames)` gives state (n, s) and actions (n, h, a) after the data transforms."""
+    """States and actions of a data set after the data transforms, for any frames at once."""
 
     def __init__(self, dataset: Any, config: DataConfig, horizon: int) -> None:
         if not config.action_sequence_keys:
             raise ValueError(f"The pipeline of {config.repo_id!r} names no action_sequence_keys.")
-        self._horizon = horizon
-        self._config, self._name = config, str(config.repo_id)
-        self._sequence_keys = config.action_sequence_keys
+        self.config = config
+        self._horizon, self._sequence_keys = horizon, config.action_sequence_keys
         self._transform = compose(
             (*config.repack_transforms.inputs, *config.data_transforms.inputs)
         )
-        bounds = np.asarray(dataset.episode_bounds)
-        lengths = bounds[:, 1] - bounds[:, 0]
-        self._starts = bounds[:, 0]
-        self._last = np.repeat(bounds[:, 1] - 1, lengths)
-        # In a column of which every episode is `horizon − 1` longer.
-        self._places = np.arange(len(self._last)) + np.repeat(
-            np.arange(len(bounds)) * (horizon - 1), lengths
-        )
-        self._episodes = dataset.episodes
-        self._cameras = dataset.cameras
-        used = keys_used(config)
-        wanted = None if used is None else {*used, *self._sequence_keys, "task_index"}
-        self._columns = _read_columns(dataset, wanted, self._sequence_keys, horizon)
+        self._episodes, self._cameras = dataset.episodes, dataset.cameras
         self._tasks = dataset.metadata.tasks if config.prompt_from_task else None
+        self._starts, stops = np.asarray(dataset.episode_bounds).T
+        lengths, added = stops - self._starts, np.arange(len(stops)) * (horizon - 1)
+        self._last = np.repeat(stops - 1, lengths)
+        # In sequence keys, every episode's last value is repeated `horizon − 1` times: a frame's
+        # chunk is then a window of the column, which begins at the frame's place.
+        self._places = np.arange(len(self._last)) + np.repeat(added, lengths)
+        longer = lengths + horizon - 1
+        rows = np.arange(longer.sum()) - np.repeat(added, longer)
+        rows = np.minimum(rows, np.repeat(stops - 1, longer))
+        # With the frames last in memory, NumPy runs through the transforms along frames and steps
+        # rather than along a few dimensions at a time, which is several times faster.
+        self._columns = {}
+        used = keys_used(config)
+        for key in dataset.keys:
+            if used is None or key in (*used, *self._sequence_keys, "task_index"):
+                column = np.moveaxis(np.asarray(dataset.column(key)), 0, -1)
+                if column.dtype.kind in "biuf":  # not text
+                    column = column[..., rows] if key in self._sequence_keys else column
+                    self._columns[key] = np.ascontiguousarray(column)
+        for key in self._sequence_keys:
+            if key not in self._columns:
+                raise missing_key(key, self._columns, f"Statistics of {dataset.metadata.root}")
 
     def __len__(self) -> int:
         return len(self._last)
@@ -401,36 +318,41 @@ class TransformedColumns:
         sizes = (self._columns[key][..., 0].size for key in self._sequence_keys)
         return sum(sizes) * self._horizon
 
-    def block(self, frames: Int[np.ndarray, " n"]) -> dict[str, np.ndarray]:
-        """`frames` ascending. An error names the first frame that the transforms refuse."""
+    def block(self, frames: Frames) -> dict[str, np.ndarray]:
+        """Return state (n, s) and actions (n, h, a) of ascending frames.
+
+        An error names the first frame that the transforms refuse.
+        """
         try:
             return self._transformed(frames)
         except Exception as error:
-            self._locate(frames, error)
+            for frame in frames:
+                try:
+                    self._transformed(np.array([frame]))
+                except type(error) as same:
+                    error.args, notes = same.args, getattr(same, "__notes__", [])
+                    error.__notes__ = [*notes, f"in {self.place(frame)[1]}"]
+                    raise error from None
+            last = f"or up to {len(frames) - 1} frames later"
+            error.add_note(f"in {self.place(frames[0])[1]}, {last}")
             raise
 
-    def place(self, frame: int) -> str:
-        """Where a frame is, in words."""
-        episode = self._episode_of(frame)
-        within = frame - self._starts[episode]
-        return f"frame {within} of episode {self._episodes[episode].index} of {self._name}"
+    def rows(self, frames: Frames) -> dict[str, Values]:
+        """Return one row per dimension for each key: all frames, and all steps of their chunks."""
+        rows = {}
+        for key, values in self.block(frames).items():
+            if values.dtype not in (np.float32, np.float64):
+                values = values.astype(np.float64)
+            rows[key] = np.moveaxis(values, -1, 0).reshape(values.shape[-1], -1)
+        return rows
 
-    def how_to_leave_out(self, frame: int) -> str:
-        """The option that leaves a frame's episode out."""
-        return leave_out(self._config, [self._episodes[self._episode_of(frame)].index])
+    def place(self, frame: int) -> tuple[int, str]:
+        """Return the episode of a frame, and where the frame is in words."""
+        position = int(np.searchsorted(self._starts, frame, side="right")) - 1
+        index, within = self._episodes[position].index, frame - self._starts[position]
+        return index, f"frame {within} of episode {index} of {self.config.repo_id}"
 
-    def _episode_of(self, frame: int) -> int:
-        return int(np.searchsorted(self._starts, frame, side="right")) - 1
-
-    def _transformed(self, frames: Int[np.ndarray, " n"]) -> dict[str, np.ndarray]:
-        data = self._transform(self._gather(frames))
-        for key in STATISTICS_KEYS:
-            if key not in data:
-                raise missing_key(key, data, f"Statistics of {self._name}")
-        return {key: np.asarray(data[key]) for key in STATISTICS_KEYS}
-
-    def _gather(self, frames: Int[np.ndarray, " n"]) -> Data:
-        last = self._last[frames]
+    def _transformed(self, frames: Frames) -> dict[str, np.ndarray]:
         data: Data = {
             camera: np.broadcast_to(PIXEL, (len(frames), *PIXEL.shape)) for camera in self._cameras
         }
@@ -441,18 +363,21 @@ class TransformedColumns:
                 data[key] = np.moveaxis(chunks, (-2, -1), (0, 1))
             else:
                 data[key] = np.moveaxis(column[..., frames], -1, 0)
-        is_pad: Bool[np.ndarray, "n h"] = np.arange(self._horizon) > (last - frames)[:, np.newaxis]
+        is_pad = np.arange(self._horizon) > (self._last[frames] - frames)[:, np.newaxis]
         data |= {f"{key}_is_pad": is_pad for key in self._sequence_keys}
         data[PADDING_KEY] = is_pad
         if self._tasks is not None:
-            data["prompt"] = self._prompts(data["task_index"].reshape(-1), frames)
-        return data
+            data["prompt"] = self._prompts(data["task_index"].reshape(-1), frames, self._tasks)
+        data = self._transform(data)
+        for key in STATISTICS_KEYS:
+            if key not in data:
+                raise missing_key(key, data, f"Statistics of {self.config.repo_id}")
+        return {key: np.asarray(data[key]) for key in STATISTICS_KEYS}
 
-    def _prompts(self, task_index: np.ndarray, frames: Int[np.ndarray, " n"]) -> np.ndarray:
-        assert self._tasks is not None
+    def _prompts(self, numbers: np.ndarray, frames: Frames, tasks: Mapping[int, str]) -> np.ndarray:
         # Once per task, not once per frame.
-        numbers, which = np.unique(task_index, return_inverse=True)
-        texts = [self._tasks.get(int(number)) for number in numbers]
+        unique, which = np.unique(numbers, return_inverse=True)
+        texts = [tasks.get(int(number)) for number in unique]
         if None not in texts:
             return np.array(texts)[which]
         # Not in the table: the episode's first task, as in the items of a data set.
@@ -461,40 +386,40 @@ class TransformedColumns:
         pairs = zip(which.tolist(), own.tolist())
         return np.array([first[e] if (text := texts[w]) is None else text for w, e in pairs])
 
-    def _locate(self, frames: Int[np.ndarray, " n"], error: Exception) -> None:
-        """Adds a note that says which of the frames the error comes from."""
-        for frame in frames:
-            try:
-                self._transformed(np.array([frame]))
-            except type(error) as same:
-                error.args, notes = same.args, getattr(same, "__notes__", [])
-                error.__notes__ = [*notes, f"in {self.place(frame)}"]
-                return
-        error.add_note(f"in {self.place(frames[0])}, or up to {len(frames) - 1} frames later")
 
+def require_finite(dataset: Any, config: DataConfig, horizon: int) -> None:
+    """Raise ValueError if states or actions are NaN or infinite, naming episodes and frames.
 
-def _read_columns(
-    dataset: Any, keys: Collection[str] | None, sequence_keys: Sequence[str], horizon: int
-) -> dict[str, np.ndarray]:
-    """Numbers with the frames as the last axis: of these keys, or of all.
-
-    With the frames last in memory, NumPy runs through the transforms along frames and steps rather
-    than along a few dimensions at a time, which is several times faster. In sequence keys, every
-    episode's last value is repeated `horizon − 1` times: a frame's chunk is a window of the column.
+    They are found in the columns; no frame is decoded. A value counts only if it is still there
+    after the robot's transforms, which may drop or repair it.
     """
-    bounds = np.asarray(dataset.episode_bounds)
-    longer = bounds[:, 1] - bounds[:, 0] + horizon - 1
-    shift = np.repeat(np.arange(len(bounds)) * (horizon - 1), longer)
-    rows = np.minimum(np.arange(len(shift)) - shift, np.repeat(bounds[:, 1] - 1, longer))
-    columns = {}
-    for key in dataset.keys if keys is None else [key for key in dataset.keys if key in keys]:
-        column = np.moveaxis(np.asarray(dataset.column(key)), 0, -1)
-        if column.dtype.kind not in "biuf":
-            continue  # text
-        if key in sequence_keys:
-            column = column[..., rows]
-        columns[key] = np.ascontiguousarray(column)
-    for key in sequence_keys:
-        if key not in columns:
-            raise missing_key(key, columns, f"Statistics of {dataset.metadata.root}")
-    return columns
+    used, suspect = keys_used(config), np.zeros(len(dataset), bool)
+    for key in dataset.keys:
+        column = dataset.column(key)
+        is_used = used is None or key in used or key in config.action_sequence_keys
+        if is_used and column.dtype.kind == "f":
+            suspect |= ~np.isfinite(column).reshape(len(column), -1).all(axis=1)
+    if not suspect.any():
+        return
+    columns = TransformedColumns(dataset, config, horizon)
+
+    def is_bad(row: int) -> bool:
+        try:
+            values = columns.block(np.array([row]))
+        except ValueError:  # raised by the robot's own check
+            return True
+        return not all(np.isfinite(array).all() for array in values.values())
+
+    found: dict[int, str] = {}
+    for episode, (start, stop) in zip(dataset.episodes, dataset.episode_bounds.tolist()):
+        frames = np.flatnonzero(suspect[start:stop]).tolist()
+        if bad := [frame for frame in frames[:_SHOWN] if is_bad(start + frame)]:
+            found[episode.index] = f"{', '.join(map(str, bad))}{' …' * (len(frames) > _SHOWN)}"
+    if found:
+        listed = [f"episode {index} (frame {frames})" for index, frames in found.items()]
+        more = f" and {len(found) - _SHOWN} more episodes" if len(found) > _SHOWN else ""
+        raise ValueError(
+            f"States or actions of {config.repo_id} are NaN or infinite: "
+            f"{', '.join(listed[:_SHOWN])}{more}. Repair them, or leave the episodes out: "
+            f"{leave_out(config, found)}"
+        )

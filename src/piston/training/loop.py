@@ -21,9 +21,9 @@ from piston.data.pipeline import (
     leave_out,
     open_sources,
     open_training_data,
-    require_finite,
     split_sources,
 )
+from piston.data.statistics import require_finite
 from piston.models.model import Model
 from piston.progress import ProgressBar
 from piston.signals import StopSignals
@@ -200,7 +200,7 @@ def _open_data(
         return open_training_data(pipeline, config.model), None
     sets, sources = pipeline.each_set(), open_sources(pipeline, config.model)
     for one, source in zip(sets, sources):
-        require_finite(source, one)
+        require_finite(source, one, one.steps_read(config.model.action_horizon))
     parts = [([episode.index for episode in source.episodes], list[int]()) for source in sources]
     if config.validation_episodes:
         parts = split_sources(sources, config.validation_episodes, seed=config.seed)
