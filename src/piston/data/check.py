@@ -336,7 +336,7 @@ def _frame_problems(
         by_file[episode.file_of(camera)].append((episode, camera))
 
     def check_file(path: str) -> list[Problem]:
-        inside, reader, problems = by_file[path], None, []
+        inside, reader, problems = by_file[path], None, list[Problem]()
         if path in findings.headers:  # else the images are in the rows of a data file
             try:
                 reader = VideoReader(metadata.root / path)
@@ -345,12 +345,12 @@ def _frame_problems(
             problems += _unlike_declared(findings, reader, path, inside)
         for episode, camera in inside:
             steps, black, number = np.arange(episode.length), [], 0
-            if reader is None:
-                rows = (findings.data.first_rows[episode.index] + steps).tolist()
-                frames = (images.read(path, camera, row) for row in rows)
-            else:
+            if reader is not None:
                 times = episode.videos[camera].start + steps / metadata.fps
                 frames = reader.brightness(times.tolist())
+            else:
+                rows = (findings.data.first_rows[episode.index] + steps).tolist()
+                frames = (images.read(path, camera, row) for row in rows)
             try:
                 for number, frame in enumerate(frames, 1):
                     if stopped.is_set():

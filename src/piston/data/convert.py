@@ -23,9 +23,9 @@ import importlib
 import io
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -33,8 +33,9 @@ import pyarrow.parquet as pq
 from jaxtyping import UInt8
 from PIL import Image, UnidentifiedImageError
 
-from piston.data.check import Findings, inspect_files, left_out
-from piston.data.columns import Columns, decode_image, image_bytes
+from piston.data.check import bad_rows, inspect_files, left_out
+from piston.data.columns import image_bytes
+from piston.data.dataset import LeRobotDataset
 from piston.data.encoding import VideoEncoding, encode_video, probe_video
 from piston.data.features import (
     BOOKKEEPING,
@@ -42,7 +43,6 @@ from piston.data.features import (
     IMAGE_NAMES,
     EpisodeStats,
     Features,
-    FeatureStats,
     FrameError,
     frame_histogram,
     image_stats,
@@ -51,12 +51,14 @@ from piston.data.features import (
 )
 from piston.data.format import Episode, Metadata
 from piston.data.recorder import Recorder
-from piston.data.video import TOLERANCE_S, VideoReader
+from piston.data.video import TOLERANCE_S
 from piston.data.writer import RECORDING, DatasetWriter, NewEpisode, new_info
 from piston.files import atomic_folder, link_or_copy, read_json_lines
 from piston.progress import Progress, no_progress
 
 logger = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
 
 # Codecs that every reader of LeRobot sets can decode.
 KEPT_CODECS = ("av1", "h264", "hevc", "mpeg4", "vp9")
@@ -76,14 +78,14 @@ _ARM = ("waist", "shoulder", "elbow", "forearm_roll", "wrist_angle", "wrist_rota
 JOINTS = [f"{side}_{joint}" for side in ("left", "right") for joint in _ARM]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Conversion:
     """What was written and what was not."""
 
     target: Path
-    num_episodes: int
-    num_frames: int
-    skipped: Mapping[str, str]  # episode or file -> why it was left out
+    num_episodes: int = 0
+    num_frames: int = 0
+    skipped: dict[str, str] = dataclasses.field(default_factory=dict)  # episode or file -> why
     ignored: tuple[str, ...] = ()  # declared features without any data
     num_encoded: int = 0  # videos that had to be encoded anew
     num_retimed: int = 0  # episodes whose time stamps were not frame / fps, and are now
@@ -109,50 +111,59 @@ def convert_to_v30(
     if metadata.version == "v3.0":
         raise ValueError(f"{source} is v3.0 already: there is nothing to convert")
     _check_target(target, [metadata.root])
-    findings = inspect_files(metadata, metadata.episodes)
+    findings, done = inspect_files(metadata, metadata.episodes), Conversion(Path(target))
     broken = left_out(findings.problems, metadata.cameras)
-    skipped = {f"episode {index}": broken[index].what for index in sorted(broken)}
-    if skipped and not skip_broken:
-        raise ValueError(
-            f"{source}: {len(broken)} episodes cannot be converted, {_first(skipped)}. "
-            f"Run: piston data check {source}. To leave them out: --skip-broken (skip_broken=True)"
-        )
+    done.skipped |= {f"episode {index}": broken[index].what for index in sorted(broken)}
     kept = [episode for episode in metadata.episodes if episode.index not in broken]
-    if not kept:
-        raise ValueError(f"{source}: no episode can be read, {_first(skipped)}")
+    if broken and not (skip_broken and kept):
+        raise ValueError(
+            f"{source}: {len(broken)} episodes cannot be converted, the first: episode "
+            f"{min(broken)} ({broken[min(broken)].what}). Run: piston data check {source}. To "
+            "leave out some: --skip-broken (skip_broken=True)"
+        )
     if task is not None and all(episode.tasks for episode in kept):
         raise ValueError(
             f"{source}: all episodes name their tasks, --task {task!r} would have no effect: "
             "leave it out"
         )
-    features, ignored = _target_features(metadata, kept, findings.stored)
+    features, done.ignored = _target_features(metadata, kept, findings.stored)
     stats = {} if recompute_image_stats else _stored_image_stats(metadata, features)
-    with atomic_folder(Path(target), overwrite=overwrite) as folder:
+    encoding = VideoEncoding.choose(codec)
+
+    def convert(episode: Episode) -> None:
+        dataset = LeRobotDataset(findings, [episode], {})
+        columns = _columns(dataset, features)
+        times = dataset.column("timestamp").reshape(-1)
+        if is_retimed := np.abs(times - np.arange(len(times)) / metadata.fps).max() >= TOLERANCE_S:
+            done.num_retimed += 1
+        videos = {key: folder / RECORDING / f"{key}.mp4" for key in keys_of(features, "video")}
+        for camera, path in videos.items():
+            done.num_encoded += _place_video(dataset, camera, path, encoding)
+        converted = NewEpisode(
+            columns=columns,
+            frame_tasks=_frame_tasks(dataset, task),
+            videos=videos,
+            image_stats=stats.get(episode.index) or _image_stats(dataset, features),
+            timestamps=None if is_retimed else times,
+            tasks=episode.tasks or None,
+        )
+        dataset.close()
+        writer.add_episode(converted)
+
+    with atomic_folder(done.target, overwrite=overwrite) as folder:
         writer = DatasetWriter(folder, new_info(metadata.fps, features, metadata.robot_type))
         writer.start()
         writer.add_tasks(text for _, text in sorted(metadata.tasks.items()))
-        encoding = VideoEncoding.choose(codec)
-        reader = _SourceReader(metadata, findings, features, folder, stats, encoding, task)
-        total, done = sum(episode.length for episode in kept), 0
-        for episode in kept:
-            converted = None
-            with _left_out(f"episode {episode.index}", skipped, skip_broken):
-                converted = reader.read(episode)
-            if converted is not None:
-                writer.add_episode(converted)
-            done += episode.length
-            progress(done, total)
-        if not writer.num_episodes:
-            raise ValueError(f"{source}: no episode can be read, {_first(skipped)}")
+        episodes = [(f"episode {episode.index}", episode.length, episode) for episode in kept]
+        _convert_each(episodes, convert, done.skipped, skip_broken, progress)
         writer.close()
-    if reader.num_retimed:
+    if done.num_retimed:
         logger.warning(
             "%s: the time stamps of %d episodes were not frame / fps; they are in the new set",
-            *(source, reader.num_retimed),
+            *(source, done.num_retimed),
         )
-    counts = (writer.num_episodes, writer.num_frames)
-    changes = (reader.num_encoded, reader.num_retimed)
-    return Conversion(Path(target), *counts, skipped, ignored, *changes)
+    done.num_episodes, done.num_frames = writer.num_episodes, writer.num_frames
+    return done
 
 
 def _check_target(target: str | Path, sources: Iterable[Path]) -> None:
@@ -162,24 +173,35 @@ def _check_target(target: str | Path, sources: Iterable[Path]) -> None:
         raise ValueError(f"{target} holds the source files: choose another folder")
 
 
-@contextlib.contextmanager
-def _left_out(name: str, skipped: dict[str, str], skip_broken: bool) -> Iterator[None]:
-    """With `skip_broken`, note what is wrong with an episode in `skipped` and continue."""
-    try:
-        yield
-    except (ValueError, FileNotFoundError) as error:
-        if not skip_broken:
-            error.add_note(
-                f"in {name}; to leave such episodes out: --skip-broken (skip_broken=True)"
-            )
-            raise
-        logger.warning("%s is left out: %s", name, error)
-        skipped[name] = str(error)
+def _convert_each(
+    episodes: Sequence[tuple[str, int, Item]],
+    convert: Callable[[Item], None],
+    skipped: dict[str, str],
+    skip_broken: bool,
+    progress: Progress = no_progress,
+) -> None:
+    """Convert episodes, given with their names and lengths. Raise ValueError if none can be.
 
-
-def _first(skipped: Mapping[str, str]) -> str:
-    name, why = next(iter(skipped.items()))
-    return f"the first: {name} ({why})"
+    With `skip_broken`, an episode that cannot be converted is noted in `skipped`.
+    """
+    total, done, num_converted = sum(length for _, length, _ in episodes), 0, 0
+    for name, length, episode in episodes:
+        try:
+            convert(episode)
+            num_converted += 1
+        except (ValueError, FileNotFoundError) as error:
+            if not skip_broken:
+                error.add_note(
+                    f"in {name}; to leave such episodes out: --skip-broken (skip_broken=True)"
+                )
+                raise
+            logger.warning("%s is left out: %s", name, error)
+            skipped[name] = str(error)
+        done += length
+        progress(done, total)
+    if not num_converted:
+        name, why = next(iter(skipped.items()))
+        raise ValueError(f"no episode can be converted, the first: {name} ({why})")
 
 
 def _target_features(
@@ -217,106 +239,67 @@ def _stored_image_stats(metadata: Metadata, features: Features) -> dict[int, Epi
     """Return the source's image statistics by episode; none unless every episode has them."""
     stored: dict[int, EpisodeStats] = {}
     for _, row in read_json_lines(metadata.root / "meta" / "episodes_stats.jsonl"):
-        found = (row or {}).get("stats") or {}
-        with contextlib.suppress(KeyError):
-            stored[(row or {})["episode_index"]] = {
-                key: {name: np.array(found[key][name]) for name in CARRIED_STATS}
+        with contextlib.suppress(KeyError, TypeError):
+            found: Any = row
+            stored[found["episode_index"]] = {
+                key: {name: np.array(found["stats"][key][name]) for name in CARRIED_STATS}
                 for key in keys_of(features, *IMAGE_DTYPES)
             }
-    complete = all(episode.index in stored for episode in metadata.episodes)
-    return stored if complete else {}
+    return stored if all(episode.index in stored for episode in metadata.episodes) else {}
 
 
-@dataclasses.dataclass
-class _SourceReader:
-    """Reads episodes of a v2.x set for the writer; counts what could not be kept as it was."""
+def _columns(dataset: LeRobotDataset, features: Features) -> dict[str, Any]:
+    """Return the columns of the only episode, images as encoded."""
+    [episode], root = dataset.episodes, dataset.metadata.root
+    columns: dict[str, Any] = {
+        key: _as_declared(dataset.column(key), entry, f"{episode.data_path}: {key}")
+        for key, entry in features.items()
+        if entry["dtype"] not in IMAGE_DTYPES and key not in BOOKKEEPING
+    }
+    if keys := keys_of(features, "image"):
+        try:
+            table = pq.read_table(root / episode.data_path, columns=keys)
+        except (pa.ArrowException, OSError) as error:
+            raise ValueError(f"{root / episode.data_path} cannot be read: {error}") from None
+        for key in keys:
+            columns[key] = [image_bytes(cell, root) for cell in table[key].to_pylist()]
+    return columns
 
-    metadata: Metadata
-    findings: Findings
-    features: Features
-    folder: Path
-    stats: Mapping[int, EpisodeStats]
-    encoding: VideoEncoding
-    task: str | None
-    num_encoded: int = 0
-    num_retimed: int = 0
 
-    def read(self, episode: Episode) -> NewEpisode:
-        rows = self.findings.data.rows[episode.index]
-        columns = self._columns(episode, rows)
-        times = rows["timestamp"].reshape(-1) if "timestamp" in rows else None
-        steps = np.arange(episode.length) / self.metadata.fps
-        if times is not None and np.abs(times - steps).max() >= TOLERANCE_S:
-            times = None  # as those of the video frames
-            self.num_retimed += 1
-        cameras = keys_of(self.features, "video")
-        return NewEpisode(
-            columns=columns,
-            frame_tasks=self._frame_tasks(episode, rows),
-            videos={camera: self._video(episode, camera) for camera in cameras},
-            image_stats=self.stats.get(episode.index) or self._image_stats(episode, columns),
-            timestamps=times,
-            tasks=episode.tasks or None,
+def _frame_tasks(dataset: LeRobotDataset, task: str | None) -> list[str]:
+    [episode], tasks = dataset.episodes, dataset.metadata.tasks
+    default = episode.tasks[0] if episode.tasks else task
+    numbers = dataset.column("task_index").reshape(-1).tolist()
+    texts = [text for number in numbers if (text := tasks.get(number, default)) is not None]
+    if len(texts) < len(numbers):
+        raise ValueError(
+            f"episode {episode.index} names no task. Give one for such episodes: --task"
         )
+    return texts
 
-    def _columns(self, episode: Episode, rows: Columns) -> dict[str, Any]:
-        columns: dict[str, Any] = {}
-        for key, entry in self.features.items():
-            if entry["dtype"] not in IMAGE_DTYPES and key not in BOOKKEEPING:
-                columns[key] = _as_declared(rows[key], entry, f"{episode.data_path}: {key}")
-        if keys := keys_of(self.features, "image"):
-            path = self.metadata.root / episode.data_path
-            try:
-                table = pq.read_table(path, columns=keys)
-            except (pa.ArrowException, OSError) as error:
-                raise ValueError(f"{path} cannot be read: {error}") from None
-            for key in keys:
-                cells = table[key].to_pylist()
-                columns[key] = [image_bytes(cell, self.metadata.root) for cell in cells]
-        return columns
 
-    def _frame_tasks(self, episode: Episode, rows: Columns) -> list[str]:
-        default = episode.tasks[0] if episode.tasks else self.task
-        texts = [default] * episode.length
-        if "task_index" in rows and self.metadata.tasks:
-            numbers = rows["task_index"].reshape(-1).tolist()
-            texts = [self.metadata.tasks.get(number, default) for number in numbers]
-        found = [text for text in texts if text is not None]
-        if len(found) < len(texts):
-            raise ValueError(
-                f"episode {episode.index} names no task. Give one for such episodes: --task"
-            )
-        return found
+def _place_video(dataset: LeRobotDataset, camera: str, copy: Path, encoding: VideoEncoding) -> bool:
+    """Link or copy the episode's video. Return whether it had to be encoded anew."""
+    source = dataset.metadata.root / dataset.episodes[0].videos[camera].path
+    info, times = probe_video(source, dataset.fps)
+    expected = np.arange(len(dataset)) / dataset.fps
+    fits = len(times) == len(expected) and np.abs(times - expected).max() < TOLERANCE_S
+    if fits and info["video.codec"] in KEPT_CODECS:
+        # Resolved: a link to a symbolic link would be a symbolic link.
+        link_or_copy(source.resolve(), copy)
+        return False
+    encoding.check(camera, info["video.height"], info["video.width"])
+    images = (dataset.frame(row, [camera])[camera] for row in range(len(dataset)))
+    encode_video(images, copy, dataset.fps, encoding)
+    return True
 
-    def _video(self, episode: Episode, camera: str) -> Path:
-        """Put the episode's video into the .recording folder, encoded anew if necessary."""
-        source, fps = self.metadata.root / episode.videos[camera].path, self.metadata.fps
-        copy = self.folder / RECORDING / f"{camera}.mp4"
-        info, times = probe_video(source, fps)
-        expected = np.arange(episode.length) / fps
-        fits = len(times) == len(expected) and np.abs(times - expected).max() < TOLERANCE_S
-        if fits and info["video.codec"] in KEPT_CODECS:
-            # Resolved: a link to a symbolic link would be a symbolic link.
-            link_or_copy(source.resolve(), copy)
-            return copy
-        self.encoding.check(camera, info["video.height"], info["video.width"])
-        with contextlib.closing(VideoReader(source)) as reader:
-            images = (reader.frames_at([time])[0] for time in expected)
-            encode_video(images, copy, fps, self.encoding)
-        self.num_encoded += 1
-        return copy
 
-    def _image_stats(self, episode: Episode, columns: Mapping[str, Any]) -> dict[str, FeatureStats]:
-        sample, root = sampled_frames(episode.length), self.metadata.root
-        stats = {}
-        for camera in keys_of(self.features, "video"):
-            with contextlib.closing(VideoReader(root / episode.videos[camera].path)) as reader:
-                images = (reader.frames_at([i / self.metadata.fps])[0] for i in sample)
-                stats[camera] = image_stats([frame_histogram(image) for image in images])
-        for key in keys_of(self.features, "image"):
-            images = (decode_image(columns[key][i], root) for i in sample)
-            stats[key] = image_stats([frame_histogram(image) for image in images])
-        return stats
+def _image_stats(dataset: LeRobotDataset, features: Features) -> EpisodeStats:
+    stats = {}
+    for key in keys_of(features, *IMAGE_DTYPES):
+        images = (dataset.frame(row, [key])[key] for row in sampled_frames(len(dataset)))
+        stats[key] = image_stats([frame_histogram(image) for image in images])
+    return stats
 
 
 def _as_declared(values: np.ndarray, entry: Mapping[str, Any], where: str) -> np.ndarray:
@@ -327,9 +310,8 @@ def _as_declared(values: np.ndarray, entry: Mapping[str, Any], where: str) -> np
     if values[0].size != np.prod(shape) or not np.can_cast(values.dtype, dtype, "same_kind"):
         found = f"{values.dtype}{list(values.shape[1:])}"
         raise ValueError(f"{where} is {found}, declared {dtype}{list(shape)}")
-    if values.dtype.kind == "f" and not np.isfinite(values).all():
-        row = int(np.flatnonzero(~np.isfinite(values.reshape(len(values), -1)).all(axis=1))[0])
-        raise ValueError(f"{where} is NaN or infinite in row {row}")
+    if len(bad := bad_rows(values)):
+        raise ValueError(f"{where} is NaN or infinite in row {bad[0]}")
     return values.astype(dtype).reshape(len(values), *shape)
 
 
@@ -355,34 +337,33 @@ def convert_aloha_hdf5(
         raise ValueError(f'images must be "video" or "image", found {images!r}')
     files = episode_files(source)
     _check_target(target, files)
-    # Every file is looked at before anything is written. The first episode decides the features.
     features: Features = {}
-    lengths: dict[Path, int] = {}
-    skipped: dict[str, str] = {}
-    for path in files:
-        with _left_out(path.name, skipped, skip_broken), _open_hdf5(path) as file:
-            features = features or _hdf5_features(file, images)
-            lengths[path] = _hdf5_length(file, features)
-    if not lengths:
-        raise ValueError(f"none of the {len(files)} files can be converted")
-    done = 0
+    episodes: list[tuple[str, int, Path]] = []
+    done = Conversion(Path(target))
+
+    def look(path: Path) -> None:
+        with _open_hdf5(path) as file:
+            if not features:
+                features.update(_hdf5_features(file, images))
+            episodes.append((path.name, _hdf5_length(file, features), path))
+
+    def convert(path: Path) -> None:
+        try:
+            _record(recorder, path, features, bgr, task if isinstance(task, str) else task(path))
+        except BaseException:
+            recorder.discard_episode()
+            raise
+        recorder.save_episode()
+
+    # Every file is looked at before anything is written. The first episode decides the features.
+    _convert_each([(path.name, 0, path) for path in files], look, done.skipped, skip_broken)
     with (
-        atomic_folder(Path(target), overwrite=overwrite) as folder,
+        atomic_folder(done.target, overwrite=overwrite) as folder,
         Recorder(folder, fps, features, "aloha", codec) as recorder,
     ):
-        for path, length in lengths.items():
-            sentence = task if isinstance(task, str) else task(path)
-            with _left_out(path.name, skipped, skip_broken):
-                _record(recorder, path, features, bgr, sentence)
-            if recorder.num_unsaved_frames == length:
-                recorder.save_episode()
-            else:
-                recorder.discard_episode()
-            done += length
-            progress(done, sum(lengths.values()))
-        if not recorder.num_episodes:
-            raise ValueError(f"none of the {len(files)} files can be converted")
-        return Conversion(Path(target), recorder.num_episodes, recorder.num_frames, skipped)
+        _convert_each(episodes, convert, done.skipped, skip_broken, progress)
+        done.num_episodes, done.num_frames = recorder.num_episodes, recorder.num_frames
+    return done
 
 
 def episode_files(source: str | Path | Sequence[str | Path]) -> list[Path]:
@@ -442,20 +423,19 @@ def _hdf5_features(file: Any, images: str) -> Features:
 
 def _hdf5_length(file: Any, features: Features) -> int:
     """Return the number of steps. Raise ValueError if the file lacks something."""
-    found = {}
+    lengths = {}
     for key, entry in features.items():
         name = _hdf5_name(key)
         if name not in file:
             raise ValueError(f"{file.filename} has no /{name}, which the first episode has")
-        found[name] = len(file[name])
-        shape = file[name].shape[1:]
-        if key in STATES and shape != entry["shape"]:
+        lengths[name], *shape = file[name].shape
+        if key in STATES and (shape := tuple(shape)) != entry["shape"]:
             raise ValueError(
                 f"{file.filename}: /{name} has shape {shape}, the first episode {entry['shape']}"
             )
-    if len(set(found.values())) != 1 or not found["action"]:
-        raise ValueError(f"{file.filename}: lengths differ or are zero: {found}")
-    return found["action"]
+    if len(set(lengths.values())) != 1 or not lengths["action"]:
+        raise ValueError(f"{file.filename}: lengths differ or are zero: {lengths}")
+    return lengths["action"]
 
 
 def _record(recorder: Recorder, path: Path, features: Features, bgr: bool, sentence: str) -> None:
