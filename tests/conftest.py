@@ -1,5 +1,6 @@
 """Where tests find the reference cases, and how properties are tried."""
 
+import contextlib
 import os
 import signal
 import time
@@ -75,3 +76,22 @@ def is_alive():
         return stat.rpartition(")")[2].split()[0] != "Z"
 
     return alive
+
+
+@pytest.fixture
+def process_tree():
+    """The ids of a process and all below it, on Linux."""
+
+    def tree(root: int) -> list[int]:
+        children: dict[int, list[int]] = {}
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):  # it has ended
+                # After the name, which may hold anything: state, parent …
+                parent = int(path.read_text().rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(path.parent.name))
+        found = [root]
+        for process in found:
+            found += children.get(process, [])
+        return found
+
+    return tree

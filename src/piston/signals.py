@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import threading
@@ -61,3 +62,14 @@ def ignore_stop_signals(*numbers: signal.Signals) -> None:
     """In a worker process: leave it to the parent to decide when to stop (default: both)."""
     for number in numbers or (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+
+
+def exit_with_parent() -> None:
+    """In a worker process: end when the parent ends; one that is killed cannot end its workers."""
+
+    def wait() -> None:
+        if parent := multiprocessing.parent_process():
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()

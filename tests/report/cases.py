@@ -7,10 +7,10 @@ import numpy as np
 
 from piston import presets
 from piston.config import AssetsConfig, TrainConfig
+from piston.data.encoding import VideoEncoding, encode_video
 from piston.data.recorder import Recorder
 from piston.models.configs import GemmaSize, VisionSize
 from piston.robots.aloha import DIM
-from piston.sim.rollouts import write_mp4
 from piston.sim.scores import Evaluation, Outcome, Trace, latency_percentiles
 from piston.transforms.normalize import NormStats, write_norm_stats
 
@@ -102,6 +102,7 @@ def write_evaluation(folder: Path, prompt: str = "wave <both> arms") -> Evaluati
     )
     evaluation.write(folder)
     frames = [np.full((48, 64, 3), shade, np.uint8) for shade in range(0, 250, 10)]
-    write_mp4(videos[0], frames, fps=25)
-    write_mp4(videos[1], frames[::-1], fps=25)
+    (folder / "videos").mkdir(exist_ok=True)
+    for path, images in zip(videos, (frames, frames[::-1])):
+        encode_video(iter(images), path, 25, VideoEncoding.choose("h264"))
     return evaluation

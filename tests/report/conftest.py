@@ -20,7 +20,7 @@ def root(tmp_path_factory) -> Path:
     cases.write_evaluation(folder / "eval")
     stages = Stages({"demo": "none"}, peak_memory_bytes=1_500_000_000)
     for name, seconds in (("record", 3.0), ("train", 200.0)):
-        stages = stages.after(name, seconds, f"{name} went well")
+        stages.add(name, seconds, f"{name} went well")
     stages.write(folder / "stages.json")
     return folder
 

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from piston.report import evaluation
-from piston.report.timings import Stage, Stages, read_stages
+from piston.report.timings import Stages, read_stages
 from piston.report.training import read_run
 from piston.sim.scores import read_evaluation
 
@@ -69,12 +69,14 @@ def test_a_video_belongs_to_an_episode(tmp_path):
 
 
 def test_stages_are_read_back_and_replaced_when_done_again(tmp_path):
-    stages = Stages({"demo": "aloha"}, peak_memory_bytes=30).after("record", 1.5, "ok")
-    stages = stages.after("train", 9.0, "ok").after("record", 2.5, "again")
+    stages = Stages({"demo": "aloha"}, peak_memory_bytes=30)
+    stages.add("record", 1.5, "ok")
+    stages.add("train", 9.0, "ok")
+    stages.add("record", 2.5, "again")
     stages.write(tmp_path / "stages.json")
     found = read_stages(tmp_path / "stages.json")
     assert found == stages
-    assert found.get("record") == Stage("record", 2.5, "again")
+    assert found.get("record") == {"name": "record", "seconds": 2.5, "result": "again"}
     assert found.get("serve") is None
     assert found.peak_memory_bytes == 30
 

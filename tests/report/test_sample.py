@@ -7,7 +7,7 @@ from piston.data.pipeline import open_training_data
 from piston.inference import load_policy
 from piston.report.prediction import predict
 from piston.report.training import read_run
-from piston.report.transforms import choose_sample, read_pipeline
+from piston.report.transforms import choose_sample
 
 from . import cases
 
@@ -15,10 +15,9 @@ from . import cases
 @pytest.fixture(scope="module")
 def looked_at(run):
     found = read_run(run)
-    pipeline = read_pipeline(found.config, found.checkpoint)
-    sample = choose_sample(found.config, pipeline)
+    sample = choose_sample(found)
     policy = load_policy(found.checkpoint)
-    return sample, policy, predict(policy, pipeline, sample)
+    return sample, policy, predict(policy, sample)
 
 
 def test_the_sample_was_held_out_and_is_what_the_model_is_given(looked_at, run):
@@ -47,11 +46,12 @@ def test_the_recorded_chunk_is_in_the_robots_own_space(looked_at):
 def test_the_chain_back_ends_at_what_the_policy_answers(looked_at):
     sample, policy, prediction = looked_at
     assert prediction.chunks.shape == (4, *sample.recorded.shape)
-    assert len(prediction.denoising.passed) == policy.num_steps + 1
-    noise = prediction.denoising.passed[0]
+    assert len(prediction.denoised) == policy.num_steps + 1
+    noise = prediction.denoised[0]
     answered = policy.infer({**sample.observation, "noise": noise})["actions"]
-    chain_end = prediction.denoising.trace[-1].data["actions"]
+    chain_end = prediction.back[-1].data["actions"]
     # The draws were one batch, this is one alone.
     np.testing.assert_allclose(prediction.chunks[0], answered, atol=2e-2)
     np.testing.assert_allclose(chain_end, answered, atol=2e-2)
-    assert prediction.infer_ms
+    assert prediction.num_timed > 0
+    assert prediction.latency_ms["p50"] > 0

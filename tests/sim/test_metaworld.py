@@ -40,7 +40,7 @@ def test_only_the_sentence_tells_opposites_apart(thing):
 def test_the_goal_is_not_in_the_picture(name):
     environment = make_environment(f"metaworld:{name}")
     environment.reset(seed=0)
-    package = environment._world.package
+    package = environment._package
     before = environment.render(128, 128)
     for index in range(package.model.nsite):
         package.data.site_xpos[index] += (0.0, 0.0, 0.1)
@@ -78,11 +78,11 @@ def test_a_mixture_takes_its_tasks_in_turn_and_shares_starts():
 def test_a_closed_environment_leaves_its_world_to_the_next():
     first = make_environment("metaworld:door-open", pixels=8)
     first.reset(0)
-    world = first._world
+    package = first._package
     first.close()
     second = make_environment("metaworld:door-open", pixels=8)
     second.reset(0)
-    assert second._world is world
+    assert second._package is package
     with pytest.raises(ValueError, match="no episode has started"):
         first.observe()
     with pytest.raises(ValueError, match="Call reset"):

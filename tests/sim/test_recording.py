@@ -12,7 +12,6 @@ import pytest
 pytest.importorskip("metaworld", reason="needs the extra `sim`")
 
 from piston.cli import main
-from piston.cli.demo import process_tree
 from piston.data import check_dataset, open_dataset
 from piston.data.writer import RECORDING
 from piston.sim import RECORDING_SEEDS, make_environment, recording
@@ -172,7 +171,7 @@ def test_a_set_keeps_its_codec(recorded):
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)]
 )
-def test_no_worker_outlives_the_command(tmp_path, number, code, wait_until, is_alive):
+def test_no_worker_outlives_the_command(tmp_path, number, code, wait_until, is_alive, process_tree):
     folder = tmp_path / "set"
     words = ["record", QUICK.task, "--episodes", "500", "--pixels", "16", "--workers", "2"]
     command = [sys.executable, "-m", "piston.cli", *words, "--out", str(folder)]

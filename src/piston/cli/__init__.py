@@ -64,13 +64,6 @@ def run_command(command: Callable[[], int | None]) -> int:
 
 def _help() -> str:
     width = max(map(len, VERBS))
-    rows = (f"  {verb:<{width}}  {what}" for verb, (_, what) in VERBS.items())
-    return "\n".join(
-        [
-            "usage: piston VERB …",
-            "",
-            *rows,
-            "",
-            "`piston VERB --help` says more; PISTON_TRACEBACK=1 shows where an error arose.",
-        ]
-    )
+    rows = "\n".join(f"  {verb:<{width}}  {what}" for verb, (_, what) in VERBS.items())
+    more = "`piston VERB --help` says more; PISTON_TRACEBACK=1 shows where an error arose."
+    return f"usage: piston VERB …\n\n{rows}\n\n{more}"

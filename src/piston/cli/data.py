@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,72 +18,34 @@ from piston.data.format import Metadata, Problem, locate
 from piston.progress import ProgressBar
 
 _MAX_PLACES = 20
+_HDF5_FPS = 50.0
 _COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Check:
-    """Read a whole data set, show everything that is wrong with it and what follows from that."""
-
-    # A folder, owner/name on the Hugging Face hub, or hf://…
-    path: Annotated[str, tyro.conf.Positional]
-
-
-@dataclasses.dataclass(frozen=True)
-class Info:
-    """Show episodes, length, features and tasks, from meta/ alone."""
-
-    # A folder, owner/name on the Hugging Face hub, or hf://…
-    path: Annotated[str, tyro.conf.Positional]
-
-
-@dataclasses.dataclass(frozen=True)
-class Convert:
-    """Write LeRobot v2.x or ALOHA's HDF5 episodes as v3.0. The target appears once complete."""
-
-    # A LeRobot v2.0 or v2.1 set (folder or owner/name), or a folder of ALOHA .hdf5 episodes.
-    source: Annotated[str, tyro.conf.Positional]
-    # The new folder.
-    target: Annotated[Path, tyro.conf.Positional]
-    # The sentence of all HDF5 episodes, and of episodes of a set that name no task.
-    task: str | None = None
-    # Frames per second of HDF5 episodes.
-    fps: float = 50
-    # HDF5 images hold blue first.
-    bgr: bool = False
-    # How video is encoded where it has to be; by default av1, as LeRobot does.
-    codec: Literal["av1", "h264"] | None = None
-    # Leave out episodes that cannot be read, instead of stopping.
-    skip_broken: bool = False
-    # Replace the target if it exists.
-    overwrite: bool = False
 
 
 def run_data(args: list[str]) -> int:
     """Parse and run one sub-command; without any, show the help."""
-    chosen: Check | Info | Convert = tyro.extras.subcommand_cli_from_dict(
-        {"check": Check, "info": Info, "convert": Convert},
+    code: int = tyro.extras.subcommand_cli_from_dict(
+        {"check": _check, "info": _info, "convert": _convert},
         args=args or ["--help"],
         prog="piston data",
     )
-    if isinstance(chosen, Check):
-        return _check(chosen.path)
-    if isinstance(chosen, Info):
-        return _info(chosen.path)
-    return _convert(chosen)
+    return code
 
 
-def _check(path: str) -> int:
+def _check(path: Annotated[str, tyro.conf.Positional]) -> int:
+    """Read a whole data set, show everything that is wrong with it and what follows from that.
+
+    Args:
+        path: A folder, owner/name on the Hugging Face hub, or hf://…
+    """
     screen = console()
     with ProgressBar("checking", "frames and rows") as bar:
         problems = check_dataset(path, progress=bar.show)
     if problems:
         screen.print(_problem_table(problems))
     ok = usable(problems)
-    counts = ", ".join(
-        f"{sum(problem.severity == severity for problem in problems)} {severity}s"
-        for severity in _COLOURS
-    )
+    found = Counter[str](problem.severity for problem in problems)
+    counts = ", ".join(f"{found[severity]} {severity}s" for severity in _COLOURS)
     verdict = "[green]training can use it[/green]" if ok else "[red]training cannot use it[/red]"
     metadata = Metadata.read(locate(path))
     num_read, num_all = len(readable_episodes(metadata, problems)), len(metadata.episodes)
@@ -107,7 +69,12 @@ def _problem_table(problems: list[Problem]) -> Table:
     return table(("", "where", "what", "what happens"), rows, show_lines=True)
 
 
-def _info(path: str) -> int:
+def _info(path: Annotated[str, tyro.conf.Positional]) -> int:
+    """Show episodes, length, features and tasks, from meta/ alone.
+
+    Args:
+        path: A folder, owner/name on the Hugging Face hub, or hf://…
+    """
     metadata = Metadata.read(locate(path, only_meta=True), files=False)
     screen = console()
     seconds, robot = metadata.total_frames / metadata.fps, metadata.robot_type or "not given"
@@ -126,28 +93,43 @@ def _info(path: str) -> int:
     return 0
 
 
-def _convert(chosen: Convert) -> int:
-    source = Path(chosen.source)
-    files = source.iterdir() if source.is_dir() else [source]
+def _convert(
+    source: Annotated[str, tyro.conf.Positional],
+    target: Annotated[Path, tyro.conf.Positional],
+    /,
+    task: str | None = None,
+    fps: float = _HDF5_FPS,
+    bgr: bool = False,
+    codec: Literal["av1", "h264"] | None = None,
+    skip_broken: bool = False,
+    overwrite: bool = False,
+) -> int:
+    """Write LeRobot v2.x or ALOHA's HDF5 episodes as v3.0. The target appears once complete.
+
+    Args:
+        source: A LeRobot v2.x set (folder or owner/name), or a folder of ALOHA .hdf5 episodes.
+        target: The new folder.
+        task: The sentence of all HDF5 episodes, and of episodes of a set that name no task.
+        fps: Frames per second of HDF5 episodes.
+        bgr: HDF5 images hold blue first.
+        codec: How video is encoded where it has to be; by default av1, as LeRobot does.
+        skip_broken: Leave out episodes that cannot be read, instead of stopping.
+        overwrite: Replace the target if it exists.
+    """
+    folder = Path(source)
+    files = folder.iterdir() if folder.is_dir() else [folder]
     is_hdf5 = any(path.suffix in SUFFIXES for path in files)
-    if not is_hdf5 and (chosen.bgr or chosen.fps != Convert.fps):
+    if not is_hdf5 and (bgr or fps != _HDF5_FPS):
         raise ValueError("--bgr and --fps are for HDF5 episodes; a LeRobot set says its own.")
     with ProgressBar("converting", "frames") as bar:
-        options: dict[str, Any] = {
-            "codec": chosen.codec,
-            "skip_broken": chosen.skip_broken,
-            "overwrite": chosen.overwrite,
-            "progress": bar.show,
-        }
+        options: dict[str, Any] = {"codec": codec, "skip_broken": skip_broken}
+        options |= {"overwrite": overwrite, "progress": bar.show}
         if not is_hdf5:
-            found = locate(chosen.source)
-            conversion = convert_to_v30(found, chosen.target, task=chosen.task, **options)
-        elif chosen.task is None:
+            conversion = convert_to_v30(locate(source), target, task=task, **options)
+        elif task is None:
             raise ValueError("HDF5 episodes do not name their task: give --task 'Fold the towel'.")
         else:
-            conversion = convert_aloha_hdf5(
-                source, chosen.target, chosen.task, chosen.fps, bgr=chosen.bgr, **options
-            )
+            conversion = convert_aloha_hdf5(folder, target, task, fps, bgr=bgr, **options)
     screen = console()
     screen.print(
         f"Wrote {conversion.target}: {conversion.num_episodes} episodes, "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -22,14 +22,8 @@ from piston.files import json_line
 from piston.progress import ProgressBar
 from piston.signals import exit_on_sigterm
 from piston.sim.recording import Recording, record
-from piston.sim.rollouts import (
-    Infer,
-    VideoWriter,
-    evaluate,
-    infer_with_policy,
-    infer_with_server,
-)
-from piston.sim.scores import RESULTS, Evaluation, Outcome, Rate, parse_seeds
+from piston.sim.rollouts import VideoWriter, evaluate, infer_with_server
+from piston.sim.scores import RESULTS, Evaluation, Outcome, Rate
 
 
 def run_record(args: list[str]) -> None:
@@ -59,19 +53,16 @@ def _record(
     """
     began = time.monotonic()
     there = read_info(out)["total_episodes"] if (out / INFO).exists() else 0
+    recording = Recording(task, seed, pixels)
     bar = ProgressBar(f"recording {task}", "episodes", episodes, done=there, after=0)
     with exit_on_sigterm(), bar:
-        recorded = record(
-            Recording(task, seed, pixels),
-            episodes,
-            out,
-            workers=workers,
-            codec=codec,
-            progress=bar.show,
+        recorded, tried = record(
+            recording, episodes, out, workers=workers, codec=codec, progress=bar.show
         )
-    held = f"{recorded.num_episodes} episode{'s' * (recorded.num_episodes != 1)} of {task}"
-    tried = f"{recorded.num_tried} {'try' if recorded.num_tried == 1 else 'tries'}"
-    console().print(f"{out} holds {held}: {tried}, {time.monotonic() - began:.1f} s.")
+    console().print(
+        f"{out} holds {recorded} episode{'s' * (recorded != 1)} of {task}: "
+        f"{tried} {'try' if tried == 1 else 'tries'}, {time.monotonic() - began:.1f} s."
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,10 +94,22 @@ class EvalArguments:
 
 def run_eval(args: list[str]) -> None:
     arguments = tyro.cli(EvalArguments, args=args, prog="piston eval")
-    seeds = _seeds(arguments)
-    writer = VideoWriter(arguments.out / "videos") if arguments.video else None
+    seeds = _seeds(arguments.seeds, arguments.episodes)
+    out = arguments.out
+    writer = VideoWriter(out / "videos")
+    # The episodes that have ended, for the case that the evaluation breaks. What an earlier one
+    # has left there stays until this one has an episode of its own.
+    kept, num_ended, num_successes = out / "outcomes.jsonl", 0, 0
+
+    def on_outcome(outcome: Outcome) -> None:
+        nonlocal num_ended, num_successes
+        with kept.open("a" if num_ended else "w", encoding="utf-8") as file:
+            file.write(json_line(dataclasses.asdict(outcome)))
+        num_ended += 1
+        num_successes += outcome.success
+        bar.advance(1, f"{num_successes} succeeded")
+
     with contextlib.ExitStack() as stack:
-        infer: Infer
         if arguments.policy.startswith(("ws://", "wss://")):
             connections = min(arguments.num_environments, len(seeds))
             server = infer_with_server(arguments.policy, connections)
@@ -114,72 +117,52 @@ def run_eval(args: list[str]) -> None:
         else:
             from piston.inference import load_policy  # imports torch
 
-            infer, policy_name = infer_with_policy(load_policy(arguments.policy)), arguments.policy
-        keep = stack.enter_context(_kept(arguments.out / "outcomes.jsonl"))
+            policy, policy_name = load_policy(arguments.policy), arguments.policy
+            infer = lambda requests: [one["actions"] for one in policy.infer_batch(requests)]  # noqa: E731
+        out.mkdir(parents=True, exist_ok=True)
         bar = stack.enter_context(ProgressBar(arguments.task, "episodes", len(seeds), after=0))
-        num_successes = 0
-
-        def on_outcome(outcome: Outcome) -> None:
-            nonlocal num_successes
-            num_successes += outcome.success
-            keep(outcome)
-            bar.advance(1, f"{num_successes} succeeded")
-
-        evaluation = evaluate(
-            arguments.task,
-            infer,
-            seeds,
-            execute_horizon=arguments.execute_horizon,
-            policy_name=policy_name,
-            num_environments=arguments.num_environments,
-            pixels=arguments.pixels,
-            opposite=arguments.opposite,
-            videos=writer,
-            on_outcome=on_outcome,
-        )
-        videos = [] if writer is None else writer.written
-        for kind in ("success", "failure"):  # of an earlier evaluation, whose results are replaced
-            for path in (arguments.out / "videos").glob(f"{kind}_seed*.mp4"):
-                if path not in videos:
-                    path.unlink()
-        dataclasses.replace(evaluation, videos=tuple(videos)).write(arguments.out)
-    _show(evaluation, arguments.out)
+        try:
+            evaluation = evaluate(
+                arguments.task,
+                infer,
+                seeds,
+                execute_horizon=arguments.execute_horizon,
+                policy_name=policy_name,
+                num_environments=arguments.num_environments,
+                pixels=arguments.pixels,
+                opposite=arguments.opposite,
+                videos=writer if arguments.video else None,
+                on_outcome=on_outcome,
+            )
+            for kind in ("success", "failure"):  # of an earlier one, whose results are replaced
+                for path in (out / "videos").glob(f"{kind}_seed*.mp4"):
+                    if path not in writer.written:
+                        path.unlink()
+            dataclasses.replace(evaluation, videos=tuple(writer.written)).write(out)
+        except BaseException as error:
+            if num_ended:
+                error.add_note(f"The {num_ended} episodes that had ended are in {kept}.")
+            raise
+    kept.unlink(missing_ok=True)
+    _show(evaluation, out)
 
 
-def _seeds(arguments: EvalArguments) -> list[int]:
-    count = arguments.episodes
+def _seeds(text: str | None, count: int | None) -> Sequence[int]:
+    """Parse `0..49` (0 to 49) or a list such as `3,7,9`, and take the first `count`."""
     if count is not None and count < 1:
         raise ValueError(f"--episodes is {count}; expected at least 1.")
-    if arguments.seeds is None:
-        return list(range(50 if count is None else count))
-    seeds = list(parse_seeds(arguments.seeds))
+    if text is None:
+        return range(50 if count is None else count)
+    try:
+        first, dots, last = text.partition("..")
+        seeds = range(int(first), int(last) + 1) if dots else [int(one) for one in text.split(",")]
+    except ValueError:
+        seeds = []
+    if not seeds or len(set(seeds)) != len(seeds) or min(seeds) < 0:
+        raise ValueError(f"Seeds are {text!r}; expected a range such as 0..49 or a list 3,7,9.")
     if count is not None and count > len(seeds):
         raise ValueError(f"--episodes is {count}, but --seeds names only {len(seeds)}.")
     return seeds[:count]
-
-
-@contextlib.contextmanager
-def _kept(path: Path) -> Iterator[Callable[[Outcome], None]]:
-    """Write every episode to a file when it ends; delete the file once the results are written.
-
-    What an earlier evaluation has left there stays until this one has an episode of its own.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    num_kept = 0
-
-    def keep(outcome: Outcome) -> None:
-        nonlocal num_kept
-        with path.open("a" if num_kept else "w", encoding="utf-8") as file:
-            file.write(json_line(dataclasses.asdict(outcome)))
-        num_kept += 1
-
-    try:
-        yield keep
-    except BaseException as error:
-        if num_kept:
-            error.add_note(f"The {num_kept} episodes that had ended are in {path}.")
-        raise
-    path.unlink(missing_ok=True)
 
 
 def _show(evaluation: Evaluation, out: Path) -> None:

@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from piston.data.mixture import Samples, WeightedMixture, shuffled
 from piston.observation import stack_samples
-from piston.signals import ignore_stop_signals
+from piston.signals import exit_with_parent, ignore_stop_signals
 
 logger = logging.getLogger(__name__)
 
@@ -307,14 +307,7 @@ def _prepare_worker(_: int) -> None:
     """Leave signals to the training process, which may be sent to a whole group; end with it."""
     ignore_stop_signals(*_STOP_SIGNALS)
     # DataLoader watches the process that forked the worker, which is the fork server.
-    parent = mp.parent_process()
-    assert parent is not None
-
-    def exit_with_parent() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=exit_with_parent, daemon=True).start()
+    exit_with_parent()
 
 
 class _Batches:

@@ -24,22 +24,18 @@ from piston.report.markup import (
 )
 from piston.sim.scores import RESULTS, Evaluation, Outcome, Rate, read_evaluation
 
-_LOOKS = {
+_ENDINGS = {
     "held": "fulfilled, and still at the end",
     "lost": "fulfilled, then lost",
     "failed": "failed",
 }
 # Of one video, in the animation.
-_WIDTH, _HEIGHT = 240, 180
-_ONE_ROW, _COLUMNS = 4, 3
-_BORDER, _STRIP = 3, 24
+_WIDTH, _HEIGHT, _BORDER = 240, 180, 3
+_ONE_ROW, _COLUMNS, _STRIP = 4, 3, 24
 # Every so-many-th frame is shown, at the videos' own frame rate: as many times faster.
 _SPEED = 2
 _SECONDS_AT_THE_END = 1.5
-Colour = tuple[int, int, int]
-_SUCCESS: Colour = (46, 139, 87)
-_FAILURE: Colour = (200, 60, 50)
-_NEUTRAL: Colour = (130, 130, 130)
+_SUCCESS, _FAILURE, _OPPOSITE = (46, 139, 87), (200, 60, 50), (130, 130, 130)
 _PAPER, _INK = (255, 255, 255), (40, 40, 40)
 MAX_BYTES = 1_000_000
 _QUALITIES = (70, 50, 35, 20, 10)
@@ -47,60 +43,57 @@ _QUALITIES = (70, 50, 35, 20, 10)
 
 def find_evaluations(run: Path, given: Sequence[Path] = ()) -> list[Evaluation]:
     """Read the evaluations in the given folders; without any, those directly below the run."""
-    return [
-        read_evaluation(folder)
-        for folder in given or sorted(path.parent for path in run.glob(f"*/{RESULTS}"))
-    ]
+    folders = given or sorted(path.parent for path in run.glob(f"*/{RESULTS}"))
+    return [read_evaluation(folder) for folder in folders]
 
 
-def success(evaluations: Sequence[Evaluation], hint: str) -> Markup | Missing:
+def success(evaluations: Sequence[Evaluation], hint: str) -> Markup:
     """Return the section with the outcome of every episode; `hint` says how to get one."""
     if not evaluations:
-        return Missing(f"the policy was not evaluated. {hint}")
-    parts = (_outcomes(evaluation, len(evaluations) > 1) for evaluation in evaluations)
-    return join([legend((f"cell {look}", text) for look, text in _LOOKS.items()), *parts])
-
-
-def _outcomes(evaluation: Evaluation, several: bool) -> Markup:
-    facts = (
-        f"{evaluation.task}: {evaluation.success} fulfilled at some time, {evaluation.held} still "
-        f"at the end. Policy {evaluation.policy}, {evaluation.execute_horizon} steps of each chunk "
-        "executed. Intervals are Wilson's, 95 %."
-    )
-    if evaluation.opposite:
+        raise Missing(f"the policy was not evaluated. {hint}")
+    parts = [legend((f"cell {look}", text) for look, text in _ENDINGS.items())]
+    for evaluation in evaluations:
         facts = (
-            "Here the sentence asked for the opposite of what is counted: a cell marked as failed "
-            "is an episode in which the robot did not do what it was not asked for. The same "
-            f"starts with the sentence that is counted are in the other evaluation. {facts}"
+            f"{evaluation.task}: {evaluation.success} fulfilled at some time, {evaluation.held} "
+            f"still at the end. Policy {evaluation.policy}, {evaluation.execute_horizon} steps of "
+            "each chunk executed. Intervals are Wilson's, 95 %."
         )
-    parts = [tag("h3", evaluation.name) if several else None, note(facts)]
-    for prompt, outcomes in evaluation.by_prompt.items():
-        if len(evaluation.by_prompt) > 1:
-            rate = tag("span", Rate.of(outcomes), class_="quiet-text")
-            parts.append(tag("h4", f"“{prompt}” ", rate))
-        cells = (
-            tag("span", outcome.seed, class_=f"cell {_look(outcome)}", title=_described(outcome))
-            for outcome in outcomes
-        )
-        parts.append(tag("div", *cells, class_="seeds"))
+        if evaluation.opposite:
+            facts = (
+                "Here the sentence asked for the opposite of what is counted: a cell marked as "
+                "failed is an episode in which the robot did not do what it was not asked for. The "
+                "same starts with the sentence that is counted are in the other evaluation. "
+            ) + facts
+        if len(evaluations) > 1:
+            parts.append(tag("h3", evaluation.name))
+        parts.append(note(facts))
+        for prompt, outcomes in evaluation.by_prompt.items():
+            if len(evaluation.by_prompt) > 1:
+                rate = tag("span", Rate.of(outcomes), class_="quiet-text")
+                parts.append(tag("h4", f"“{prompt}” ", rate))
+            cells = []
+            for outcome in outcomes:
+                look, text = f"cell {_ending(outcome)}", _described(outcome)
+                cells.append(tag("span", outcome.seed, class_=look, title=text))
+            parts.append(tag("div", *cells, class_="seeds"))
     return join(parts)
 
 
-def _look(outcome: Outcome) -> str:
+def _ending(outcome: Outcome) -> str:
     if not outcome.success:
         return "failed"
     return "held" if outcome.held else "lost"
 
 
 def _described(outcome: Outcome) -> str:
-    ending = _LOOKS[_look(outcome)]
+    ending = _ENDINGS[_ending(outcome)]
     return f"seed {outcome.seed}: {ending}; {outcome.steps} steps; “{outcome.prompt}”"
 
 
-def videos(evaluations: Sequence[Evaluation], hint: str) -> Markup | Missing:
+def videos(evaluations: Sequence[Evaluation], hint: str) -> Markup:
     filmed = [evaluation for evaluation in evaluations if evaluation.videos]
     if not filmed:
-        return Missing(f"there are no videos. {hint}")
+        raise Missing(f"there are no videos. {hint}")
     options = dict.fromkeys(("controls", "muted", "loop", "autoplay", "playsinline"), True)
     parts = []
     for evaluation in filmed:
@@ -113,25 +106,24 @@ def videos(evaluations: Sequence[Evaluation], hint: str) -> Markup | Missing:
     return join(parts)
 
 
-def executed(evaluations: Sequence[Evaluation], hint: str) -> Markup | Missing:
+def executed(evaluations: Sequence[Evaluation], hint: str) -> Markup:
     """Return the section with the chunks of one episode and what was executed of them."""
-    traced = [result for result in evaluations if result.trace is not None]
-    if not traced:
-        return Missing(f"the policy was not evaluated. {hint}")
-    result, trace = traced[0], traced[0].trace
-    assert trace is not None
+    traced = ((evaluation, evaluation.trace) for evaluation in evaluations)
+    result, trace = next((pair for pair in traced if pair[1] is not None), (None, None))
+    if result is None or trace is None:
+        raise Missing(f"the policy was not evaluated. {hint}")
+    horizon = trace.chunks.shape[1]
     text = (
         f"Seed {trace.seed} of {result.task}: each of the {len(trace.starts)} chunks as it was "
-        f"predicted ({trace.chunks.shape[1]} steps), from the moment it was asked for, and what "
+        f"predicted ({horizon} steps), from the moment it was asked for, and what "
         f"was executed ({result.execute_horizon} steps of each). Where a chunk's end and the next "
         "chunk agree, the policy kept to its plan."
     )
-    steps = np.arange(trace.chunks.shape[1])
     widest = float(np.ptp(trace.executed, axis=0).max())
     figures = []
     for dim, done in enumerate(trace.executed.T):
         lines = [
-            Line((start + steps) / trace.hz, chunk[:, dim], "accent", opacity=0.6)
+            Line((start + np.arange(horizon)) / trace.hz, chunk[:, dim], "accent", opacity=0.6)
             for start, chunk in zip(trace.starts, trace.chunks)
         ]
         lines.append(Line(np.arange(len(done)) / trace.hz, done, "ink"))
@@ -143,31 +135,38 @@ def write_animation(path: Path, evaluations: Sequence[Evaluation]) -> None:
     """Write all videos side by side as WebP of at most a million bytes.
 
     Frames are green where the task was fulfilled, red where it was not, and grey where the opposite
-    was asked for.
+    was asked for. A video that is over shows its last frame.
     """
     videos = [(result, video) for result in evaluations for video in result.videos]
     if path.suffix != ".webp":
         raise ValueError(f"The animation is WebP: name it …webp, not {path.name}.")
     if not videos:
         raise ValueError("There are no videos to animate. Run: piston eval … --video")
-    path.parent.mkdir(parents=True, exist_ok=True)
     films, rates = [], []
     for result, video in videos:
+        colour = _SUCCESS if result.outcome_of(video).success else _FAILURE
         with av.open(str(video)) as container:
             rates.append(float(container.streams.video[0].average_rate or 10))
             chosen = itertools.islice(container.decode(video=0), 0, None, _SPEED)
-            frames = [frame.to_image().resize((_WIDTH, _HEIGHT)) for frame in chosen]
-        colour = _SUCCESS if result.outcome_of(video).success else _FAILURE
-        films.append((frames, _NEUTRAL if result.opposite else colour))
+            films.append([_tile(one, _OPPOSITE if result.opposite else colour) for one in chosen])
     captions = (
         f"{'asked for the opposite (grey)' if result.opposite else result.task}: {result.success}"
         for result in evaluations
     )
     title = f"{'   '.join(captions)}   {_SPEED} times as fast"
-    length = max(len(frames) for frames, _ in films)
-    pages = [_page(films, index, title) for index in range(length)]
+    columns = len(films) if len(films) <= _ONE_ROW else _COLUMNS
+    bottom = -(-len(films) // columns) * _HEIGHT
+    pages = []
+    for index in range(max(map(len, films))):
+        page = Image.new("RGB", (columns * _WIDTH, bottom + _STRIP), _PAPER)
+        for place, tiles in enumerate(films):
+            row, column = divmod(place, columns)
+            page.paste(tiles[min(index, len(tiles) - 1)], (column * _WIDTH, row * _HEIGHT))
+        ImageDraw.Draw(page).text((6, bottom + 6), title, fill=_INK)
+        pages.append(page)
     durations = [round(1000 / rates[0])] * (len(pages) - 1) + [round(1000 * _SECONDS_AT_THE_END)]
     options = {"append_images": pages[1:], "duration": durations, "loop": 0, "method": 4}
+    path.parent.mkdir(parents=True, exist_ok=True)
     for quality in _QUALITIES:
         pages[0].save(path, "WEBP", save_all=True, quality=quality, **options)
         if path.stat().st_size <= MAX_BYTES:
@@ -175,16 +174,7 @@ def write_animation(path: Path, evaluations: Sequence[Evaluation]) -> None:
     raise ValueError(f"{path} has {path.stat().st_size:,} bytes, more than {MAX_BYTES:,}.")
 
 
-def _page(films: list[tuple[list[Image.Image], Colour]], index: int, title: str) -> Image.Image:
-    """Return all videos at one moment; one that is over shows its last frame."""
-    columns = len(films) if len(films) <= _ONE_ROW else _COLUMNS
-    rows = -(-len(films) // columns)
-    page = Image.new("RGB", (columns * _WIDTH, rows * _HEIGHT + _STRIP), _PAPER)
-    for place, (frames, colour) in enumerate(films):
-        row, column = divmod(place, columns)
-        tile = np.array(frames[min(index, len(frames) - 1)])
-        tile[:_BORDER] = tile[-_BORDER:] = colour
-        tile[:, :_BORDER] = tile[:, -_BORDER:] = colour
-        page.paste(Image.fromarray(tile), (column * _WIDTH, row * _HEIGHT))
-    ImageDraw.Draw(page).text((6, rows * _HEIGHT + 6), title, fill=_INK)
-    return page
+def _tile(frame: av.VideoFrame, colour: tuple[int, int, int]) -> Image.Image:
+    inner = frame.to_image().resize((_WIDTH, _HEIGHT))
+    ImageDraw.Draw(inner).rectangle((0, 0, _WIDTH - 1, _HEIGHT - 1), outline=colour, width=_BORDER)
+    return inner

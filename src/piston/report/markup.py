@@ -6,13 +6,12 @@ Plots are SVG, coloured by the page's style sheet so that they fit light and dar
 from __future__ import annotations
 
 import base64
-import dataclasses
 import html
 import io
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, UInt8
@@ -29,11 +28,8 @@ _LOG_RATIO = 8.0
 _LEAST_SHARE = 0.15
 
 
-@dataclasses.dataclass(frozen=True)
-class Missing:
+class Missing(Exception):
     """Why a section is not shown, and how to get it."""
-
-    why: str
 
 
 class Markup(str):
@@ -48,14 +44,24 @@ def escape(value: Any) -> Markup:
 
 def tag(name: str, /, *children: Any, **attributes: Any) -> Markup:
     """`tag("td", "a < b", class_="wide")`. A None attribute is left out, True stands alone."""
-    given = "".join(_attribute(key, value) for key, value in attributes.items())
-    inside = join(children)
-    return Markup(f"<{name}{given}>{inside}</{name}>")
+    return Markup(f"<{name}{_attributes(attributes)}>{join(children)}</{name}>")
 
 
 def lone_tag(name: str, /, **attributes: Any) -> Markup:
     """Return a tag without an end, such as `img`; in SVG such a tag closes itself."""
-    return Markup(f"<{name}{''.join(_attribute(k, v) for k, v in attributes.items())}/>")
+    return Markup(f"<{name}{_attributes(attributes)}/>")
+
+
+def _attributes(attributes: dict[str, Any]) -> str:
+    given = []
+    for key, value in attributes.items():
+        # `class` and `for` are words of Python: a trailing underscore goes.
+        name = key.rstrip("_").replace("_", "-")
+        if value is True:
+            given.append(f" {name}")
+        elif value is not None:
+            given.append(f' {name}="{html.escape(str(value))}"')
+    return "".join(given)
 
 
 def join(children: Iterable[Any]) -> Markup:
@@ -63,26 +69,15 @@ def join(children: Iterable[Any]) -> Markup:
 
 
 def table(header: Iterable[Any], rows: Iterable[Iterable[Any]], **attributes: Any) -> Markup:
+    """Return a table that scrolls where it is wider than the screen."""
     head = tag("tr", *(tag("th", cell) for cell in header))
     body = (tag("tr", *(tag("td", cell) for cell in row)) for row in rows)
-    return tag("table", tag("thead", head), tag("tbody", *body), **attributes)
-
-
-def _attribute(key: str, value: Any) -> str:
-    if value is None or value is False:
-        return ""
-    # `class` and `for` are words of Python: a trailing underscore goes.
-    name = key.rstrip("_").replace("_", "-")
-    return f" {name}" if value is True else f' {name}="{html.escape(str(value))}"'
+    inner = tag("table", tag("thead", head), tag("tbody", *body), **attributes)
+    return tag("div", inner, class_="scrolls")
 
 
 def note(text: str) -> Markup:
     return tag("p", text, class_="note")
-
-
-def scrolling(*children: Any, class_: str = "scrolls") -> Markup:
-    """Wrap what may be wider than a narrow screen."""
-    return tag("div", *children, class_=class_)
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> Markup:
@@ -91,18 +86,21 @@ def legend(entries: Iterable[tuple[str, str]]) -> Markup:
     return tag("div", *spans, class_="legend")
 
 
-def image(source: str, text: str, **attributes: Any) -> Markup:
-    return lone_tag("img", src=source, alt=text, **attributes)
-
-
-def png(image: UInt8[np.ndarray, "h w 3"], longest: int | None = None) -> str:
-    """Return a picture as a data URI, made smaller if a side is longer than `longest`."""
-    picture = Image.fromarray(image)
+def image(
+    pixels: UInt8[np.ndarray, "h w 3"], text: str, longest: int | None = None, **attributes: Any
+) -> Markup:
+    """Return a picture, made smaller if a side is longer than `longest`."""
+    picture = Image.fromarray(pixels)
     if longest is not None:
         picture.thumbnail((longest, longest))
     buffer = io.BytesIO()
     picture.save(buffer, "PNG")
-    return _data_uri("image/png", buffer.getvalue())
+    return lone_tag("img", src=_data_uri("image/png", buffer.getvalue()), alt=text, **attributes)
+
+
+def picture(pixels: UInt8[np.ndarray, "h w 3"], text: str, longest: int | None = None) -> Markup:
+    """Return an image with its text below it."""
+    return tag("figure", image(pixels, text, longest), tag("figcaption", text))
 
 
 def heat_map(values: Float[np.ndarray, "r c"], limit: float) -> UInt8[np.ndarray, "r c 3"]:
@@ -123,9 +121,7 @@ def _data_uri(kind: str, content: bytes) -> str:
 def duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
-    if seconds < 7200:
-        return f"{seconds / 60:.1f} min"
-    return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def short(number: float) -> str:
@@ -135,8 +131,7 @@ def short(number: float) -> str:
     return f"{number:g}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """A curve. `look` is a class of the style sheet; a `name` puts it into the legend."""
 
     x: np.ndarray
@@ -146,66 +141,89 @@ class Line:
     opacity: float = 1.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Frame:
-    """The size of a plot and its axes."""
+def plot(
+    lines: Sequence[Line],
+    width: float = 720,
+    height: float = 220,
+    x_label: str = "",
+    y_label: str = "",
+    *,
+    log: bool = False,
+    min_span: float = 0.0,
+    markers: bool = False,
+    num_ticks: tuple[int, int] = (6, 4),
+) -> Markup:
+    """Return the curves in one frame, with a legend if several have names.
 
-    width: float = 720
-    height: float = 220
-    x_label: str = ""
-    y_label: str = ""
-    log: bool = False
-    # The vertical axis spans at least this, so that small noise looks small.
-    min_span: float = 0.0
-    # Each point shows its values when pointed at.
-    markers: bool = False
-    num_x_ticks: int = 6
-    num_y_ticks: int = 4
-
-
-@dataclasses.dataclass(frozen=True)
-class _Axis:
-    """Maps values to coordinates: `low` to `start`, `high` to `stop`, linear or logarithmic."""
-
-    low: float
-    high: float
-    start: float
-    stop: float
-    log: bool = False
-
-    def __call__(self, values: np.ndarray | float) -> np.ndarray:
-        low, high, at = (np.log10(v) if self.log else v for v in (self.low, self.high, values))
-        return self.start + (np.asarray(at) - low) / (high - low) * (self.stop - self.start)
-
-
-def plot(lines: Sequence[Line], frame: Frame) -> Markup:
-    """Return the curves in one frame, with a legend if several have names."""
-    lines = [_drawable(line, frame.log) for line in lines]
-    xs, ys = (np.concatenate([getattr(line, axis) for line in lines]) for axis in "xy")
-    if not np.isfinite(ys).any():
+    The vertical axis spans at least `min_span`, so that small noise looks small. With `markers`
+    each point shows its values when pointed at. `num_ticks` is for the x and the y axis.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        scaled = [np.log10(line.y) if log else line.y for line in lines]
+    xs, ys = np.concatenate([line.x for line in lines]), np.concatenate(scaled)
+    ys = ys[np.isfinite(ys)]
+    if not len(ys):
         return tag("p", "No finite number to plot.", class_="missing")
-    left, bottom = 44.0, 34.0 if frame.x_label else 20.0
-    top = 22.0 if frame.y_label else 8.0
-    across = _Axis(*_widened(np.nanmin(xs), np.nanmax(xs), 0.0), left, frame.width - 8)
-    low, high = np.nanmin(ys), np.nanmax(ys)
-    if not frame.log:
-        low, high = _widened(low, high, frame.min_span)
-        margin = 0.04 * (high - low)
-        low, high = low - margin, high + margin
-    elif high <= low:
-        low, high = low / 2, high * 2
-    up = _Axis(low, high, frame.height - bottom, top, frame.log)
-    drawing = tag(
-        "svg",
-        _grid(across, up, frame),
-        *(_curve(line, across, up) for line in lines),
-        *(_markers(line, across, up) for line in lines if frame.markers),
-        viewBox=f"0 0 {frame.width:g} {frame.height:g}",
-        role="img",
-    )
+    left, right, top = 44.0, width - 8, 22.0 if y_label else 8.0
+    bottom = height - (34.0 if x_label else 20.0)
+    first, last = _widened(xs.min(), xs.max(), 0.0)
+    low, high = ys.min(), ys.max()
+    if not log:
+        low, high = _widened(low, high, min_span)
+        low, high = low - 0.04 * (high - low), high + 0.04 * (high - low)
+    elif high == low:
+        low, high = low - math.log10(2), high + math.log10(2)
+    columns = ticks(first, last, num_ticks[0])
+    rows = log_ticks(10**low, 10**high) if log else ticks(low, high, num_ticks[1])
+    rule = f'<path d="M{left:.1f} {{0:.1f}}L{right:.1f} {{0:.1f}}" class="{{1}}"/>'
+    parts = [
+        _text(left + (tick - first) / (last - first) * (right - left), bottom + 14, text)
+        for tick, text in zip(columns, _formatted(columns))
+    ]
+    for tick, text in zip(rows, _formatted(rows)):
+        share = ((math.log10(tick) if log else tick) - low) / (high - low)
+        y = bottom + share * (top - bottom)
+        parts += [Markup(rule.format(y, "grid")), _text(left - 6, y + 3.5, text, "end")]
+    parts.append(Markup(rule.format(bottom, "axis")))
+    if x_label:
+        parts.append(_text((left + right) / 2, height - 4, x_label))
+    if y_label:
+        parts.append(_text(left, top - 9, y_label, "start"))
+    for line, y in zip(lines, scaled):
+        x_places = left + (line.x - first) / (last - first) * (right - left)
+        y_places = bottom + (y - low) / (high - low) * (top - bottom)
+        parts.append(_curve(line, x_places, y_places, markers and len(y) <= _MAX_MARKERS))
+    drawing = tag("svg", *parts, viewBox=f"0 0 {width:g} {height:g}", role="img")
     named = {line.name: line.look for line in lines if line.name}
     entries = [(look, name) for name, look in named.items()]
     return join([legend(entries) if len(named) > 1 else None, drawing])
+
+
+def _curve(line: Line, x_places: np.ndarray, y_places: np.ndarray, markers: bool) -> Markup:
+    """Return one path, interrupted where a value is missing, and its markers."""
+    commands, dots, command = [], [], "M"
+    for x, y, x_place, y_place in zip(line.x, line.y, x_places, y_places):
+        if not math.isfinite(y_place):
+            command = "M"
+            continue
+        commands.append(f"{command}{x_place:.1f} {y_place:.1f}")
+        command = "L"
+        if markers:
+            text = tag("title", f"{line.name or 'value'} {y:.4g} at {x:,g}")
+            place = {"cx": f"{x_place:.1f}", "cy": f"{y_place:.1f}"}
+            dots.append(tag("circle", text, **place, r=5, class_=f"marker {line.look}"))
+    opacity = None if line.opacity == 1 else f"{line.opacity:.2f}"
+    path = lone_tag("path", d="".join(commands), class_=f"line {line.look}", opacity=opacity)
+    return join([path, *dots])
+
+
+def _text(x: float, y: float, text: str, anchor: str = "middle") -> Markup:
+    return tag("text", text, x=f"{x:.1f}", y=f"{y:.1f}", text_anchor=anchor)
+
+
+def _widened(low: float, high: float, min_span: float) -> tuple[float, float]:
+    missing = max(min_span, 1e-9, 1e-6 * max(abs(low), abs(high))) - (high - low)
+    return (low - missing / 2, high + missing / 2) if missing > 0 else (low, high)
 
 
 def is_wide(values: np.ndarray) -> bool:
@@ -219,9 +237,8 @@ def ticks(low: float, high: float, count: int) -> list[float]:
     rough = (high - low) / max(count, 1)
     power = 10.0 ** math.floor(math.log10(rough))
     step = min((1, 2, 5, 10), key=lambda m: abs(math.log(m * power / rough))) * power
-    first = math.ceil(low / step - 1e-9)
-    last = math.floor(high / step + 1e-9)
-    return [round(step * i, 12) for i in range(first, last + 1)]
+    steps = range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
+    return [round(step * i, 12) for i in steps]
 
 
 def log_ticks(low: float, high: float) -> list[float]:
@@ -232,76 +249,15 @@ def log_ticks(low: float, high: float) -> list[float]:
     return [tick for tick in chosen if low * (1 - 1e-9) <= tick <= high * (1 + 1e-9)]
 
 
-def _drawable(line: Line, log: bool) -> Line:
-    x, y = np.asarray(line.x, float), np.asarray(line.y, float)
-    hidden = ~np.isfinite(y) | (log & (y <= 0))
-    return dataclasses.replace(line, x=x, y=np.where(hidden, np.nan, y))
-
-
-def _widened(low: float, high: float, min_span: float) -> tuple[float, float]:
-    missing = max(min_span, 1e-9, 1e-6 * max(abs(low), abs(high))) - (high - low)
-    return (low - missing / 2, high + missing / 2) if missing > 0 else (low, high)
-
-
-def _grid(across: _Axis, up: _Axis, frame: Frame) -> Markup:
-    parts = []
-    columns = ticks(across.low, across.high, frame.num_x_ticks)
-    for tick, text in zip(columns, _formatted(columns)):
-        parts.append(_text(float(across(tick)), up.start + 14, text))
-    rows = log_ticks(up.low, up.high) if frame.log else ticks(up.low, up.high, frame.num_y_ticks)
-    for tick, text in zip(rows, _formatted(rows)):
-        y = float(up(tick))
-        parts.append(_segment(across.start, y, across.stop, y, "grid"))
-        parts.append(_text(across.start - 6, y + 3.5, text, "end"))
-    parts.append(_segment(across.start, up.start, across.stop, up.start, "axis"))
-    if frame.x_label:
-        parts.append(_text((across.start + across.stop) / 2, frame.height - 4, frame.x_label))
-    if frame.y_label:
-        parts.append(_text(across.start, up.stop - 9, frame.y_label, "start"))
-    return join(parts)
-
-
-def _curve(line: Line, across: _Axis, up: _Axis) -> Markup:
-    """Return one path, interrupted where a value is missing."""
-    places = zip(across(line.x), up(line.y))
-    commands, down = [], False
-    for x, y in places:
-        if math.isfinite(y):
-            commands.append(f"{'L' if down else 'M'}{x:.1f} {y:.1f}")
-        down = math.isfinite(y)
-    opacity = None if line.opacity == 1 else f"{line.opacity:.2f}"
-    return lone_tag("path", d="".join(commands), class_=f"line {line.look}", opacity=opacity)
-
-
-def _markers(line: Line, across: _Axis, up: _Axis) -> Markup:
-    if len(line.x) > _MAX_MARKERS:
-        return Markup()
-    dots = []
-    for x, y in zip(line.x, line.y):
-        if math.isfinite(y):
-            text = tag("title", f"{line.name or 'value'} {y:.4g} at {x:,g}")
-            place = {"cx": f"{across(x):.1f}", "cy": f"{up(y):.1f}"}
-            dots.append(tag("circle", text, **place, r=5, class_=f"marker {line.look}"))
-    return join(dots)
-
-
-def _segment(x1: float, y1: float, x2: float, y2: float, look: str) -> Markup:
-    return lone_tag("path", d=f"M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}", class_=look)
-
-
-def _text(x: float, y: float, text: str, anchor: str = "middle") -> Markup:
-    return tag("text", text, x=f"{x:.1f}", y=f"{y:.1f}", text_anchor=anchor)
-
-
 def _formatted(values: Sequence[float]) -> list[str]:
     """Format the ticks of one axis, all in the same way."""
     largest = max(map(abs, values), default=0.0)
-    if largest and not 1e-2 <= largest < 1e6:
-        # 1.5e-3 instead of 1.5e-03, 2e7 instead of 2.0e+07.
-        parts = (f"{value:.1e}".split("e") for value in values)
-        powers = [f"{mantissa.removesuffix('.0')}e{int(power)}" for mantissa, power in parts]
-        return ["0" if value == 0 else text for value, text in zip(values, powers)]
-    return [f"{value:,.10g}" for value in values]
+    if not largest or 1e-2 <= largest < 1e6:
+        return [f"{value:,.10g}" for value in values]
+    # 1.5e-3 instead of 1.5e-03, 2e7 instead of 2.0e+07.
+    parts = (f"{value:.1e}".split("e") for value in values)
+    powers = [f"{mantissa.removesuffix('.0')}e{int(power)}" for mantissa, power in parts]
+    return ["0" if value == 0 else text for value, text in zip(values, powers)]
 
 
 def small_plot(
@@ -314,10 +270,8 @@ def small_plot(
 ) -> Markup:
     """Return the figure of one action dimension; `widest` is the largest range of all of them."""
     title = tag("figcaption", tag("span", name.replace("_", " ")), tag("span", value))
-    frame = Frame(
-        *(280, 150, x_label), min_span=_LEAST_SHARE * widest, num_x_ticks=4, num_y_ticks=3
-    )
-    return tag("figure", title, plot(lines, frame))
+    least = _LEAST_SHARE * widest
+    return tag("figure", title, plot(lines, 280, 150, x_label, min_span=least, num_ticks=(4, 3)))
 
 
 def multiples(

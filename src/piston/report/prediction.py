@@ -15,7 +15,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from piston.config import DataConfig
 from piston.inference.policy import Policy
 from piston.observation import Observation
 from piston.report.markup import (
@@ -23,13 +22,13 @@ from piston.report.markup import (
     Markup,
     Missing,
     heat_map,
-    image,
     multiples,
-    png,
+    picture,
     small_plot,
     tag,
 )
 from piston.report.transforms import Sample, TraceStep, follow
+from piston.sim.scores import latency_percentiles
 
 _NUM_DRAWS = 4
 _SEED = 0
@@ -41,17 +40,6 @@ _NOISE_LIMIT = 2.5  # standard deviations at which colours end
 
 
 @dataclasses.dataclass(frozen=True)
-class Denoising:
-    """How noise became a chunk, in the model's space, without padded dimensions."""
-
-    # From noise (first) to actions (last).
-    passed: Float[np.ndarray, "k h a"]
-    recorded: Float[np.ndarray, "h a"]
-    # From the model's actions to the robot's.
-    trace: tuple[TraceStep, ...]
-
-
-@dataclasses.dataclass(frozen=True)
 class Prediction:
     # The model's.
     family: str
@@ -59,51 +47,54 @@ class Prediction:
     device: str
     # In the robot's space; the first draw is the one whose denoising is shown.
     chunks: Float[np.ndarray, "n h a"]
-    # None for a model that does not denoise.
-    denoising: Denoising | None
-    infer_ms: tuple[float, ...]
+    # From noise (first) to actions (last), in the model's space, without padded dimensions. None
+    # for a model that does not denoise.
+    denoised: Float[np.ndarray, "k h a"] | None
+    # From the model's actions to the robot's.
+    back: tuple[TraceStep, ...]
+    # Of single requests in this process.
+    latency_ms: Mapping[str, float]
+    num_timed: int
 
 
-def predict(policy: Policy, pipeline: DataConfig, sample: Sample) -> Prediction:
-    model = policy.model
+def predict(policy: Policy, sample: Sample) -> Prediction:
+    model, seen = policy.model, sample.seen_by_model
     shape = (model.config.action_horizon, model.config.action_dim)
     noise = np.random.default_rng(_SEED).standard_normal((_NUM_DRAWS, *shape), np.float32)
+    requests = [sample.observation]
     if model.config.denoises:
         requests = [{**sample.observation, "noise": one} for one in noise]
-    else:
-        requests = [sample.observation]
     chunks = np.stack([answer["actions"] for answer in policy.infer_batch(requests)])
     if chunks.shape[1:] != sample.recorded.shape:
         raise ValueError(
             f"The policy's chunks are {chunks.shape[1:]} (steps, dimensions), the recorded ones "
             f"{sample.recorded.shape}: they cannot be compared."
         )
+    denoised: np.ndarray | None = None
+    back: tuple[TraceStep, ...] = ()
+    if model.config.denoises:
+        path: list[Tensor] = []
+        observation = Observation.from_dict(_batch_of_one(seen)).to(policy.device)
+        start = torch.from_numpy(noise[:1]).to(policy.device)
+        model.act(observation, start, num_steps=policy.num_steps, visit=path.append)
+        denoised = torch.cat(path).cpu().numpy()
+        actions = {"state": seen["state"], "actions": denoised[-1]}
+        back = follow({"to the robot": sample.pipeline.output_transforms()}, actions)
+        denoised = denoised[..., : sample.recorded.shape[-1]]
+    seconds: list[float] = []
+    began = time.perf_counter()
+    while len(seconds) < _MAX_TIMED and time.perf_counter() - began < _TIMING_SECONDS:
+        seconds.append(policy.infer(requests[0])["policy_timing"]["infer_ms"] / 1e3)
     return Prediction(
         family=model.config.family,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         device=str(policy.device),
         chunks=chunks,
-        denoising=_denoising(policy, pipeline, sample, noise[0]),
-        infer_ms=_timed(policy, requests[0]),
+        denoised=denoised,
+        back=back,
+        latency_ms=latency_percentiles(seconds),
+        num_timed=len(seconds),
     )
-
-
-def _denoising(
-    policy: Policy, pipeline: DataConfig, sample: Sample, noise: np.ndarray
-) -> Denoising | None:
-    model = policy.model
-    if not model.config.denoises:
-        return None
-    seen = sample.seen_by_model
-    observation = Observation.from_dict(_batch_of_one(seen)).to(policy.device)
-    path: list[Tensor] = []
-    start = torch.from_numpy(noise)[None].to(policy.device)
-    model.act(observation, start, num_steps=policy.num_steps, visit=path.append)
-    passed = torch.cat(path).cpu().numpy()
-    outputs = pipeline.output_transforms()
-    trace = follow({"to the robot": outputs}, {"state": seen["state"], "actions": passed[-1]})
-    dim = sample.recorded.shape[-1]
-    return Denoising(passed[..., :dim], np.asarray(seen["actions"])[:, :dim], trace)
 
 
 def _batch_of_one(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,26 +104,17 @@ def _batch_of_one(data: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _timed(policy: Policy, request: Mapping[str, Any]) -> tuple[float, ...]:
-    """Return the milliseconds of single requests in this process, after a warm-up."""
-    times: list[float] = []
-    began = time.perf_counter()
-    while len(times) < _MAX_TIMED and time.perf_counter() - began < _TIMING_SECONDS:
-        times.append(policy.infer(request)["policy_timing"]["infer_ms"])
-    return tuple(times)
-
-
 def chunk(sample: Sample, prediction: Prediction) -> Markup:
     """Return the section with the policy's chunks against what was recorded."""
-    draws = len(prediction.chunks)
+    draws, fps = len(prediction.chunks), sample.fps
     known = "held out of training" if sample.held_out else "part of what was trained on"
     text = (
-        f"Episode {sample.episode}, frame {sample.frame} of {sample.repo_id} ({known}). Lines show "
-        f"{draws} chunk{'s' * (draws > 1)} of {len(sample.recorded)} steps "
-        f"({len(sample.recorded) / sample.fps:.1f} s), from as many draws of noise, in the robot's "
-        "own space. The number is the mean distance of the first from what was recorded."
+        f"{sample} ({known}). Lines show {draws} chunk{'s' * (draws > 1)} of "
+        f"{len(sample.recorded)} steps ({len(sample.recorded) / fps:.1f} s), from as many draws of "
+        "noise, in the robot's own space. The number is the mean distance of the first from what "
+        "was recorded."
     )
-    seconds = np.arange(len(sample.recorded)) / sample.fps
+    seconds = np.arange(len(sample.recorded)) / fps
     widest = float(np.ptp(sample.recorded[sample.is_real], axis=0).max())
     figures = []
     for dim, name in enumerate(sample.names):
@@ -146,40 +128,31 @@ def chunk(sample: Sample, prediction: Prediction) -> Markup:
     return multiples(text, [("ink", "recorded"), ("accent", "policy")], figures)
 
 
-def denoising(sample: Sample, prediction: Prediction) -> Markup | Missing:
+def denoising(sample: Sample, prediction: Prediction) -> Markup:
     """Return the section that shows how noise became the first chunk."""
-    if prediction.denoising is None:
-        return Missing(f"{prediction.family} writes tokens and does not denoise.")
-    shown = prediction.denoising
+    path = prediction.denoised
+    if path is None:
+        raise Missing(f"{prediction.family} writes tokens and does not denoise.")
+    last, horizon, dims = len(path) - 1, *path.shape[1:]
+    recorded = np.asarray(sample.seen_by_model["actions"])[:, :dims]
     text = (
         "The same frame in the model's space (normalised). Time 1 is noise, time 0 the actions. "
-        f"In the pictures a row is a dimension, a column one of {shown.recorded.shape[0]} steps of "
+        f"In the pictures a row is a dimension, a column one of {horizon} steps of "
         f"the chunk; blue is −{_NOISE_LIMIT:g}, orange +{_NOISE_LIMIT:g}. Below, the "
         "dimensions that move most."
     )
-    last = len(shown.passed) - 1
     chosen = np.unique(np.linspace(0, last, min(_MAX_PICTURES, last + 1)).round().astype(int))
-    pictures = [_heat(shown.passed[step], f"time {1 - step / last:.2g}") for step in chosen]
-    strip = tag("div", *pictures, _heat(shown.recorded, "recorded"), class_="strip")
+    shown = {f"time {1 - step / last:.2g}": path[step] for step in chosen} | {"recorded": recorded}
+    pictures = (picture(heat_map(v.T, _NOISE_LIMIT), name) for name, v in shown.items())
     looks = [("ink", "recorded"), ("accent", "actions (time 0)"), ("fade", "on the way")]
-    return multiples(text, looks, _most_moving(sample, shown), strip)
-
-
-def _heat(values: np.ndarray, text: str) -> Markup:
-    source = png(heat_map(values.T, _NOISE_LIMIT))
-    return tag("figure", image(source, text), tag("figcaption", text))
-
-
-def _most_moving(sample: Sample, shown: Denoising) -> list[Markup]:
-    order = np.argsort(-np.ptp(shown.recorded, axis=0), kind="stable")
-    figures = []
-    for dim in sorted(order[:_NUM_JOINTS_DENOISED].tolist()):
-        steps, last = np.arange(len(shown.recorded)), len(shown.passed) - 1
+    steps, figures = np.arange(horizon), []
+    moving = np.argsort(-np.ptp(recorded, axis=0), kind="stable")[:_NUM_JOINTS_DENOISED]
+    for dim in sorted(moving.tolist()):
         lines = [
-            Line(steps, shown.passed[step, :, dim], "fade", opacity=0.25 + 0.6 * step / last)
-            for step in range(last)
+            Line(steps, values[:, dim], "fade", opacity=0.25 + 0.6 * step / last)
+            for step, values in enumerate(path[:-1])
         ]
-        lines.append(Line(steps, shown.recorded[:, dim], "ink"))
-        lines.append(Line(steps, shown.passed[-1, :, dim], "accent"))
+        lines.append(Line(steps, recorded[:, dim], "ink"))
+        lines.append(Line(steps, path[-1, :, dim], "accent"))
         figures.append(small_plot(sample.names[dim], lines, "step of the chunk"))
-    return figures
+    return multiples(text, looks, figures, tag("div", *pictures, class_="strip"))

@@ -14,20 +14,7 @@ from PIL import Image
 from piston import presets
 from piston.config import TrainConfig
 from piston.files import read_json_object
-from piston.report.markup import (
-    Frame,
-    Line,
-    Markup,
-    Missing,
-    image,
-    is_wide,
-    join,
-    note,
-    plot,
-    png,
-    scrolling,
-    tag,
-)
+from piston.report.markup import Line, Markup, Missing, image, is_wide, join, note, plot, tag
 from piston.training.checkpoint import newest_whole_step
 from piston.training.run import CONFIG
 from piston.training.trackers import METRICS, read_metrics
@@ -40,7 +27,7 @@ class Run:
     folder: Path
     config: TrainConfig
     # The lines of metrics.jsonl.
-    metrics: tuple[dict[str, Any], ...]
+    metrics: list[dict[str, Any]]
 
     @cached_property
     def checkpoint(self) -> Path | None:
@@ -62,23 +49,21 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    if not (folder / CONFIG).is_file():
-        parent = folder.parent / CONFIG
-        hint = (
-            f" It is a checkpoint: give its run, {folder.parent}."
-            if parent.is_file()
-            else " `piston runs` lists the runs there are."
-        )
-        raise FileNotFoundError(f"{folder} is no run of `piston train`: it has no {CONFIG}.{hint}")
-    config = presets.train_config_from_json(read_json_object(folder / CONFIG), str(folder / CONFIG))
-    return Run(folder, config, tuple(read_metrics(folder / METRICS)))
+    path = folder / CONFIG
+    if not path.is_file():
+        hint = "`piston runs` lists the runs there are."
+        if (folder.parent / CONFIG).is_file():
+            hint = f"It is a checkpoint: give its run, {folder.parent}."
+        raise FileNotFoundError(f"{folder} is no run of `piston train`: it has no {CONFIG}. {hint}")
+    config = presets.train_config_from_json(read_json_object(path), str(path))
+    return Run(folder, config, read_metrics(folder / METRICS))
 
 
-def training(run: Run) -> Markup | Missing:
+def training(run: Run) -> Markup:
     """Return the section with the loss, the learning rate and the first batch."""
     steps, losses = run.curve("loss")
     if len(steps) < 2:
-        return Missing(
+        raise Missing(
             f"metrics.jsonl has {len(steps)} line(s) with a loss. Train on, or log more often: "
             "--log-interval 10"
         )
@@ -87,36 +72,30 @@ def training(run: Run) -> Markup | Missing:
     if len(validated):
         lines.append(Line(validated, validation, "second", "loss on held-out episodes"))
     log = is_wide(np.concatenate([losses, validation]))
-    scale = "loss (log)" if log else "loss"
-    curves = scrolling(
-        plot(lines, Frame(960, 300, "", scale, log=log, markers=True)),
-        _small(run, "learning_rate", "learning rate", last=False),
-        _small(run, "gradient_norm", "gradient norm", last=True),
+    rate = Line(*run.curve("learning_rate"), "quiet", "learning rate")
+    norm = Line(*run.curve("gradient_norm"), "quiet", "gradient norm")
+    curves = tag(
+        "div",
+        plot(lines, 960, 300, "", "loss (log)" if log else "loss", log=log, markers=True),
+        plot([rate], 960, 110, "", rate.name, markers=True, num_ticks=(6, 3)),
+        plot(
+            [norm], 960, 130, "step", norm.name, log=is_wide(norm.y), markers=True, num_ticks=(6, 3)
+        ),
         class_="scrolls wide",
     )
     count = int(sum(run.curve("skipped_steps")[1]))
     skipped = note(f"{count} steps were skipped: not finite.") if count else None
-    return join([curves, skipped, _first_batch(run)])
+    return join([curves, skipped, _first_batch(run.folder / FIRST_BATCH)])
 
 
-def _small(run: Run, name: str, label: str, last: bool) -> Markup:
-    steps, values = run.curve(name)
-    log = name == "gradient_norm" and is_wide(values)
-    size = (960, 130, "step") if last else (960, 110, "")
-    frame = Frame(*size, label, log=log, markers=True, num_y_ticks=3)
-    return plot([Line(steps, values, "quiet", label)], frame)
-
-
-def _first_batch(run: Run) -> Markup | None:
-    path = run.folder / FIRST_BATCH
+def _first_batch(path: Path) -> Markup | None:
     if not path.is_file():
         return None
     with Image.open(path) as opened:
-        source = png(np.asarray(opened.convert("RGB")), longest=480)
-    picture = image(source, "the first batch", loading="lazy")
+        pixels = np.asarray(opened.convert("RGB"))
     return tag(
         "details",
         tag("summary", "The first batch, as the model got it"),
         note("A row per sample, a column per camera."),
-        picture,
+        image(pixels, "the first batch", longest=480, loading="lazy"),
     )

@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float
 
-from piston.config import DataConfig, TrainConfig
+from piston.config import DataConfig
 from piston.data.format import dimension_names
 from piston.data.pipeline import PADDING_KEY, PromptFromItem, open_sources, split_sources
-from piston.report.markup import Markup, image, join, note, png, scrolling, table, tag
+from piston.progress import shortened
+from piston.report.markup import Markup, Missing, join, note, picture, table, tag
+from piston.report.training import Run
 from piston.transforms import Data, Transform, flatten_dict, name_of
 from piston.transforms.normalize import read_norm_stats
+
+logger = logging.getLogger(__name__)
 
 # Into its episode, where something happens in most.
 _SHARE_OF_EPISODE = 0.25
@@ -27,21 +31,19 @@ _THUMBNAIL = 112
 _LONGEST_TEXT = 80
 
 
-@dataclasses.dataclass(frozen=True)
-class TraceStep:
-    """The data after one transform."""
+class TraceStep(NamedTuple):
+    """The data after one transform: which list of the pipeline it stands in, and its settings."""
 
-    # Which list of the pipeline it stands in.
     stage: str
     name: str
-    # The transform's plain settings, as people would write them.
     settings: str
     data: Data
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    repo_id: str
+    # The run's, with the statistics of its checkpoint.
+    pipeline: DataConfig
     episode: int
     frame: int
     fps: float
@@ -61,19 +63,34 @@ class Sample:
     def seen_by_model(self) -> Data:
         return self.trace[-1].data
 
-
-def read_pipeline(config: TrainConfig, checkpoint: Path) -> DataConfig:
-    """Return the run's pipeline with the statistics of its checkpoint."""
-    pipeline = config.data_config()
-    if pipeline.asset_id is not None:
-        inside = checkpoint / "assets" / pipeline.asset_id
-        if inside.is_dir():
-            return dataclasses.replace(pipeline, norm_stats=read_norm_stats(inside))
-    return pipeline.with_norm_stats(config.name)
+    def __str__(self) -> str:
+        return f"Episode {self.episode}, frame {self.frame} of {self.pipeline.repo_id}"
 
 
-def choose_sample(config: TrainConfig, pipeline: DataConfig) -> Sample:
+def choose_sample(run: Run) -> Sample:
     """Return a frame of the first held-out episode; without any, of the one in the middle."""
+    pipeline = run.config.data_config()
+    if run.checkpoint is None:
+        raise Missing(
+            "the run has no whole checkpoint yet. Train on, with --resume; the last step is saved."
+        )
+    if pipeline.fake:
+        raise Missing("the run trained on random samples, which cannot be shown.")
+    try:
+        saved = run.checkpoint / "assets" / (pipeline.asset_id or "")
+        if pipeline.asset_id is not None and saved.is_dir():
+            pipeline = dataclasses.replace(pipeline, norm_stats=read_norm_stats(saved))
+        else:
+            pipeline = pipeline.with_norm_stats(run.config.name)
+        return _read_sample(run, pipeline)
+    except (OSError, ValueError, KeyError) as error:
+        # Everything else of the run can be shown all the same; the page says what this was.
+        logger.warning("No sample of the run's data set: %s", error)
+        raise Missing(f"no sample of the run's data set. {error}") from error
+
+
+def _read_sample(run: Run, pipeline: DataConfig) -> Sample:
+    config = run.config
     dataset, *others = sources = open_sources(pipeline, config.model)
     position, held_out = len(dataset.episodes) // 2, False
     if config.validation_episodes:
@@ -93,7 +110,7 @@ def choose_sample(config: TrainConfig, pipeline: DataConfig) -> Sample:
     recorded = np.asarray(repacked["actions"], np.float32)
     actions = [dataset.metadata.features[key] for key in pipeline.action_sequence_keys]
     return Sample(
-        repo_id=str(pipeline.repo_id),
+        pipeline=pipeline,
         episode=int(item["episode_index"]),
         frame=int(item["frame_index"]),
         fps=float(dataset.fps),
@@ -108,8 +125,7 @@ def choose_sample(config: TrainConfig, pipeline: DataConfig) -> Sample:
 
 def follow(stages: Mapping[str, Iterable[Transform]], data: Data) -> tuple[TraceStep, ...]:
     """Return the data itself, then the data after each transform."""
-    first = next(iter(stages))
-    steps = [TraceStep(first, "", "", data)]
+    steps = [TraceStep(next(iter(stages)), "", "", data)]
     for stage, transforms in stages.items():
         for transform in transforms:
             data = transform(data)
@@ -118,22 +134,22 @@ def follow(stages: Mapping[str, Iterable[Transform]], data: Data) -> tuple[Trace
 
 
 def _settings(transform: Transform) -> str:
+    """Return the transform's plain settings, as people would write them."""
     if not dataclasses.is_dataclass(transform):
         return ""
     values = {field.name: getattr(transform, field.name) for field in dataclasses.fields(transform)}
-    plain = {key: value for key, value in values.items() if isinstance(value, bool | int | float)}
     return ", ".join(
         f"{key}={value}" if isinstance(value, bool) else f"{key}={value:g}"
-        for key, value in plain.items()
+        for key, value in values.items()
+        if isinstance(value, bool | int | float)
     )
 
 
 def transforms(sample: Sample, back: Sequence[TraceStep]) -> Markup:
     """Return the section with the sample after each transform, and the actions after those back."""
     text = (
-        f"Episode {sample.episode}, frame {sample.frame} of {sample.repo_id}, from the data set to "
-        "what the model sees. Shown are the keys that a transform changes or adds; the others are "
-        "folded away."
+        f"{sample}, from the data set to what the model sees. Shown are the keys that a transform "
+        "changes or adds; the others are folded away."
     )
     parts = [note(text), _chain(sample.trace, "an item of the data set")]
     if back:
@@ -155,61 +171,50 @@ def _step(step: TraceStep, name: str, before: Data, after: Data) -> Markup:
     unchanged = [key for key in after if key not in changed]
     gone = [key for key in before if key not in after]
     settings = tag("code", step.settings) if step.settings else None
-    title = tag("h4", name, " ", settings, tag("span", step.stage, class_="stage"))
-    thumbnails = [_thumbnail(key, after[key]) for key in changed if _is_image(after[key])]
-    folded = None
+    parts = [
+        tag("h4", name, " ", settings, tag("span", step.stage, class_="stage")),
+        _keys(changed, after) if changed else note("changes nothing here"),
+    ]
+    thumbnails = []
+    for key in changed:
+        pixels = np.asarray(after[key])
+        if (
+            pixels.dtype == np.uint8
+            and pixels.ndim == 3
+            and 3 in (pixels.shape[0], pixels.shape[-1])
+        ):
+            pixels = pixels if pixels.shape[-1] == 3 else np.moveaxis(pixels, 0, -1)
+            text = f"{key}, {pixels.shape[0]} × {pixels.shape[1]}"
+            thumbnails.append(picture(np.ascontiguousarray(pixels), text, _THUMBNAIL))
+    if thumbnails:
+        parts.append(tag("div", *thumbnails, class_="thumbnails"))
+    if gone:
+        parts.append(note(f"dropped: {', '.join(gone)}"))
     if unchanged:
         count = f"{len(unchanged)} unchanged key{'s' * (len(unchanged) > 1)}"
-        folded = tag("details", tag("summary", count), _keys(unchanged, after))
-    return tag(
-        "li",
-        title,
-        _keys(changed, after) if changed else note("changes nothing here"),
-        tag("div", *thumbnails, class_="thumbnails") if thumbnails else None,
-        note(f"dropped: {', '.join(gone)}") if gone else None,
-        folded,
-    )
+        parts.append(tag("details", tag("summary", count), _keys(unchanged, after)))
+    return tag("li", *parts)
 
 
 def _keys(names: Sequence[str], data: Data) -> Markup:
     rows = ((tag("code", name), *_described(data[name])) for name in names)
-    return scrolling(table(("key", "type", "shape", "values"), rows))
+    return table(("key", "type", "shape", "values"), rows)
 
 
 def _described(value: Any) -> tuple[str, str, str]:
     """Return type, shape and range of values."""
     array = np.asarray(value)
-    shape = " × ".join(map(str, array.shape)) or "–"
+    kind, text = str(array.dtype), repr(value)
     if array.dtype.kind in "US":
-        return "text", shape, _shortened(repr(str(array) if array.ndim == 0 else array.tolist()))
-    if array.dtype.kind == "b":
+        kind, text = "text", repr(str(array) if array.ndim == 0 else array.tolist())
+    elif array.dtype.kind == "b":
         text = str(bool(array)) if array.ndim == 0 else f"{array.sum()} of {array.size} true"
-        return "bool", shape, text
-    if array.dtype.kind not in "iuf" or not array.size:
-        return str(array.dtype), shape, _shortened(repr(value))
-    if array.ndim == 0:
-        return str(array.dtype), shape, f"{array.item():.5g}"
-    return str(array.dtype), shape, f"{array.min():.4g} … {array.max():.4g}"
+    elif array.dtype.kind in "iuf" and array.size:
+        text = f"{array.min():.4g} … {array.max():.4g}" if array.ndim else f"{array.item():.5g}"
 
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 1]}…"
+    return kind, " × ".join(map(str, array.shape)) or "–", shortened(text, _LONGEST_TEXT)
 
 
 def _same(one: Any, other: Any) -> bool:
     a, b = np.asarray(one), np.asarray(other)
     return a.dtype == b.dtype and a.shape == b.shape and bool(np.all(a == b))
-
-
-def _is_image(value: Any) -> bool:
-    array = np.asarray(value)
-    return array.dtype == np.uint8 and array.ndim == 3 and 3 in (array.shape[0], array.shape[-1])
-
-
-def _thumbnail(key: str, value: Any) -> Markup:
-    pixels = np.asarray(value)
-    pixels = pixels if pixels.shape[-1] == 3 else np.moveaxis(pixels, 0, -1)
-    source = png(np.ascontiguousarray(pixels), longest=_THUMBNAIL)
-    height, width = pixels.shape[:2]
-    text = f"{key}, {height} × {width}"
-    return tag("figure", image(source, text), tag("figcaption", text))

@@ -19,8 +19,6 @@ from piston.sim.environment import (
     Demonstration,
     Environment,
     Expert,
-    Observation,
-    StepResult,
     check_evaluation_seeds,
 )
 from piston.sim.metaworld_tasks import MIXTURES, TASKS, MetaworldTask
@@ -31,8 +29,6 @@ __all__ = [
     "Demonstration",
     "Environment",
     "Expert",
-    "Observation",
-    "StepResult",
     "check_evaluation_seeds",
     "environment_names",
     "make_environment",
@@ -46,11 +42,8 @@ _ALOHA = ("aloha_transfer_cube", "aloha_insertion")
 
 def environment_names() -> list[str]:
     """List the names that `make_environment` knows, except mixtures written with commas."""
-    return [
-        *_ALOHA,
-        *(f"{name}{_STOCK}" for name in _ALOHA),
-        *(f"{METAWORLD}{name}" for name in (*MIXTURES, *TASKS)),
-    ]
+    aloha = [f"{name}{kind}" for kind in ("", _STOCK) for name in _ALOHA]
+    return aloha + [f"{METAWORLD}{name}" for name in (*MIXTURES, *TASKS)]
 
 
 def make_environment(name: str, *, pixels: int | None = None) -> Environment:
@@ -61,7 +54,7 @@ def make_environment(name: str, *, pixels: int | None = None) -> Environment:
     if name.startswith(METAWORLD):
         tasks = _metaworld_tasks(name)
         return _simulator("metaworld").MetaworldEnvironment(name, tasks, **size)
-    _check_name(name, environment_names())
+    _check_name(name)
     aloha = _simulator("aloha")
     kind = aloha.StockAlohaEnvironment if name.endswith(_STOCK) else aloha.AlohaEnvironment
     return kind(aloha.TASKS[name.removesuffix(_STOCK)], **size)
@@ -72,7 +65,7 @@ def make_expert(name: str) -> Expert:
     if name.startswith(METAWORLD):
         _metaworld_tasks(name)
         return _simulator("metaworld").MetaworldExpert()
-    _check_name(name, environment_names())
+    _check_name(name)
     experts = _simulator("aloha_experts")
     insertion = name.removesuffix(_STOCK) == "aloha_insertion"
     return experts.ScriptedAloha(experts.plan_insertion if insertion else experts.plan_transfer)
@@ -80,19 +73,19 @@ def make_expert(name: str) -> Expert:
 
 def _metaworld_tasks(name: str) -> tuple[MetaworldTask, ...]:
     """Return the tasks named after `metaworld:`."""
-    known = [f"{METAWORLD}{task}" for task in (*MIXTURES, *TASKS)]
     tasks: list[MetaworldTask] = []
     for part in name.removeprefix(METAWORLD).split(","):
         # The package's own names end in its version.
         task = part.strip().removesuffix("-v3")
-        _check_name(f"{METAWORLD}{task}", known)
+        _check_name(f"{METAWORLD}{task}")
         tasks.extend(TASKS[member] for member in MIXTURES.get(task, (task,)))
     if len(set(tasks)) < len(tasks):
         raise ValueError(f"{name} names a task twice.")
     return tuple(tasks)
 
 
-def _check_name(name: str, known: list[str]) -> None:
+def _check_name(name: str) -> None:
+    known = environment_names()
     if name not in known:
         raise ValueError(
             f"No environment is named {name!r}.{did_you_mean(name, known)} There are "

@@ -16,11 +16,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, UInt8
+from jaxtyping import Float
 from PIL import Image
 
-from piston.sim.environment import Environment, Observation
-from piston.sim.rendering import View, pose_of, render, set_pose
+from piston.sim.environment import Observation
+from piston.sim.rendering import MujocoEnvironment, View, World
 
 import dm_control.mujoco  # isort: skip  (after rendering, which chooses OpenGL)
 import gym_aloha  # noqa: F401  (registers its environments)
@@ -37,10 +37,8 @@ MAX_STEPS = 300  # as gym-aloha registers its environments
 MAX_REWARD = 4
 
 _CAMERA = "cam_high"
-_STOCK_HEIGHT, _STOCK_WIDTH = 480, 640
 # The vertical field of view of gym-aloha's top camera is 78°. Its centre half as an angle:
 _TOP = View("top", float(np.degrees(2 * np.arctan(np.tan(np.radians(78 / 2)) / 2))))
-_FOR_PEOPLE = "angle"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,32 +56,29 @@ class AlohaTask:
     poses: Callable[[int], np.ndarray]
 
 
-def _insertion_poses(seed: int) -> np.ndarray:
-    return np.concatenate(sample_insertion_pose(seed))
+TASKS = {
+    "aloha_transfer_cube": AlohaTask(
+        name="aloha_transfer_cube",
+        prompt="Transfer cube",
+        gymnasium_id="gym_aloha/AlohaTransferCube-v0",
+        model_file="bimanual_viperx_transfer_cube.xml",
+        task=tasks.TransferCubeTask,
+        objects=("cube",),
+        poses=sample_box_pose,
+    ),
+    "aloha_insertion": AlohaTask(
+        name="aloha_insertion",
+        prompt="Insert the peg into the socket",
+        gymnasium_id="gym_aloha/AlohaInsertion-v0",
+        model_file="bimanual_viperx_insertion.xml",
+        task=tasks.InsertionTask,
+        objects=("peg", "socket"),
+        poses=lambda seed: np.concatenate(sample_insertion_pose(seed)),
+    ),
+}
 
 
-TRANSFER_CUBE = AlohaTask(
-    name="aloha_transfer_cube",
-    prompt="Transfer cube",
-    gymnasium_id="gym_aloha/AlohaTransferCube-v0",
-    model_file="bimanual_viperx_transfer_cube.xml",
-    task=tasks.TransferCubeTask,
-    objects=("cube",),
-    poses=sample_box_pose,
-)
-INSERTION = AlohaTask(
-    name="aloha_insertion",
-    prompt="Insert the peg into the socket",
-    gymnasium_id="gym_aloha/AlohaInsertion-v0",
-    model_file="bimanual_viperx_insertion.xml",
-    task=tasks.InsertionTask,
-    objects=("peg", "socket"),
-    poses=_insertion_poses,
-)
-TASKS = {task.name: task for task in (TRANSFER_CUBE, INSERTION)}
-
-
-class _Aloha(Environment):
+class _Aloha(MujocoEnvironment):
     """What both kinds share: joints, cameras, prompts and initial states."""
 
     robot_type = "aloha"
@@ -92,15 +87,14 @@ class _Aloha(Environment):
     max_steps = MAX_STEPS
     cameras = {_CAMERA: "observation.images.top"}  # noqa: RUF012
     action_names = state_names = tuple(JOINTS)
+    overview = View("angle")
     # dm_control's handle on the simulation.
     _physics: Any
 
-    def __init__(self, task: AlohaTask, pixels: int) -> None:
+    def __init__(self, task: AlohaTask, pixels: int = 96) -> None:
         super().__init__()
-        self.task = task
-        self.name = task.name
-        self.prompt = task.prompt
-        self.pixels = pixels
+        self.task, self.pixels = task, pixels
+        self.name, self.prompt = task.name, task.prompt
 
     def initial_state(self) -> dict[str, Any]:
         if self.seed is None:
@@ -108,17 +102,10 @@ class _Aloha(Environment):
         poses = self.task.poses(self.seed).reshape(-1, 7).tolist()
         return {"seed": self.seed, "objects": dict(zip(self.task.objects, poses, strict=True))}
 
-    def render(
-        self, height: int = 480, width: int = 640, camera: str | None = None
-    ) -> UInt8[np.ndarray, "h w 3"]:
-        return self._render(View(camera or _FOR_PEOPLE), height, width)
-
-    def pose(self) -> Float[np.ndarray, " p"]:
-        return pose_of(self._physics.model.ptr, self._physics.data.ptr)
-
-    def set_pose(self, pose: Float[np.ndarray, " p"]) -> None:
-        self.done = True
-        set_pose(self._physics.model.ptr, self._physics.data.ptr, pose)
+    def observe(self) -> Observation:
+        image, state = self._sense()
+        state = np.asarray(state, np.float32)
+        return {"images": {_CAMERA: image}, "state": state, "prompt": self.prompt}
 
     def _step(self, action: Float[np.ndarray, " 14"]) -> tuple[float, bool, bool]:
         try:
@@ -128,20 +115,16 @@ class _Aloha(Environment):
             logger.warning("%s, seed %s: the episode ends here. %s", self.name, self.seed, error)
             return 0.0, False, True
 
+    def _current(self) -> World:
+        return World(self.task.model_file, self._physics.model.ptr, self._physics.data.ptr)
+
+    @abc.abstractmethod
+    def _sense(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the image of the camera and the state."""
+
     @abc.abstractmethod
     def _advance(self, action: Float[np.ndarray, " 14"]) -> tuple[float, bool, bool]:
         """Step the simulator; return reward, whether the task is fulfilled, whether it ends."""
-
-    def _render(self, view: View, height: int, width: int) -> UInt8[np.ndarray, "h w 3"]:
-        model, data = self._physics.model.ptr, self._physics.data.ptr
-        return render(self.task.model_file, model, data, view, height, width)
-
-    def _observation(self, image: np.ndarray, state: np.ndarray) -> Observation:
-        return {
-            "images": {_CAMERA: image},
-            "state": np.asarray(state, np.float32),
-            "prompt": self.prompt,
-        }
 
 
 class AlohaEnvironment(_Aloha):
@@ -154,9 +137,9 @@ class AlohaEnvironment(_Aloha):
         self._physics = _physics(task.model_file).copy(share_model=True)
         self._substeps = round(DT / self._physics.timestep())
 
-    def observe(self) -> Observation:
+    def _sense(self) -> tuple[np.ndarray, np.ndarray]:
         image = self._render(_TOP, self.pixels, self.pixels)
-        return self._observation(image, self._task.get_qpos(self._physics))
+        return image, self._task.get_qpos(self._physics)
 
     def _reset(self, seed: int) -> None:
         tasks.BOX_POSE[0] = self.task.poses(seed)  # gym-aloha's tasks read their initial poses here
@@ -187,9 +170,14 @@ class StockAlohaEnvironment(_Aloha):
         self._physics = self._gymnasium.unwrapped._env.physics  # type: ignore[attr-defined]
         self._observed: dict[str, Any] = {}
 
-    def observe(self) -> Observation:
-        image = centre_half(self._observed["pixels"]["top"], self.pixels)
-        return self._observation(image, self._observed["agent_pos"])
+    def _sense(self) -> tuple[np.ndarray, np.ndarray]:
+        """Crop gym-aloha's top image to what our camera shows: the centre, half as high."""
+        image = Image.fromarray(self._observed["pixels"]["top"])
+        side = image.height // 2
+        left, top = (image.width - side) // 2, (image.height - side) // 2
+        crop = image.crop((left, top, left + side, top + side))
+        resized = crop.resize((self.pixels, self.pixels), Image.Resampling.BILINEAR)
+        return np.asarray(resized), self._observed["agent_pos"]
 
     def _reset(self, seed: int) -> None:
         self._observed, _ = self._gymnasium.reset(seed=seed)
@@ -197,18 +185,3 @@ class StockAlohaEnvironment(_Aloha):
     def _advance(self, action: Float[np.ndarray, " 14"]) -> tuple[float, bool, bool]:
         self._observed, reward, terminated, truncated, info = self._gymnasium.step(action)
         return float(reward), bool(info["is_success"]), terminated or truncated
-
-
-def centre_half(
-    image: UInt8[np.ndarray, "480 640 3"], pixels: int
-) -> UInt8[np.ndarray, "pixels pixels 3"]:
-    """Crop gym-aloha's top image to what our camera shows, and resize it."""
-    if image.shape != (_STOCK_HEIGHT, _STOCK_WIDTH, 3):
-        raise ValueError(
-            f"gym-aloha's top image has shape {image.shape}, expected "
-            f"({_STOCK_HEIGHT}, {_STOCK_WIDTH}, 3)."
-        )
-    side = _STOCK_HEIGHT // 2
-    left, top = (_STOCK_WIDTH - side) // 2, (_STOCK_HEIGHT - side) // 2
-    crop = Image.fromarray(image).crop((left, top, left + side, top + side))
-    return np.asarray(crop.resize((pixels, pixels), Image.Resampling.BILINEAR))

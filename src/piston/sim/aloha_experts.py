@@ -52,11 +52,6 @@ class Arm:
         x, y, z = position
         return np.array([self.facing * (x - self.base[0]), self.facing * (y - self.base[1]), z])
 
-    def bearing(self, position: Float[np.ndarray, " 3"]) -> float:
-        """Return the waist angle at which the arm faces a point of the room."""
-        x, y, _ = self.local(position)
-        return float(np.arctan2(y, x))
-
 
 LEFT = Arm(base=(-0.469, 0.5), facing=1)
 RIGHT = Arm(base=(0.469, 0.5), facing=-1)
@@ -81,12 +76,12 @@ def joints_for(arm: Arm, grasp: Grasp) -> Float[np.ndarray, " 6"]:
 
     Raise ValueError if the grasp is out of reach.
     """
-    rotation = _about_z(grasp.yaw) @ _about_y(grasp.pitch) @ _about_x(grasp.roll)
+    rotation = _about(2, grasp.yaw) @ _about(1, grasp.pitch) @ _about(0, grasp.roll)
     gripper = _WRIST_TO_GRIPPER + _GRIPPER_TO_GRASP
     wrist = arm.local(np.array(grasp.position)) - gripper * rotation[:, 0]
     waist = np.arctan2(wrist[1], wrist[0])
     shoulder, elbow = _reach(float(np.hypot(*wrist[:2])), wrist[2] - _SHOULDER_HEIGHT, grasp)
-    forearm = _about_z(waist) @ _about_y(shoulder + elbow)
+    forearm = _about(2, waist) @ _about(1, shoulder + elbow)
     return np.array([waist, shoulder, elbow, *_turn_wrist(forearm.T @ rotation)])
 
 
@@ -115,27 +110,18 @@ def _turn_wrist(rotation: Float[np.ndarray, "3 3"]) -> tuple[float, float, float
     roll = np.arctan2(rotation[1, 0], -rotation[2, 0])
     rotate = np.arctan2(rotation[0, 1], rotation[0, 2])
     if abs(roll) > np.pi / 2:
-        return _half_turn(roll), -angle, _half_turn(rotate)
+        return roll - np.copysign(np.pi, roll), -angle, rotate - np.copysign(np.pi, rotate)
     return roll, angle, rotate
 
 
-def _half_turn(angle: float) -> float:
-    return angle - np.copysign(np.pi, angle)
-
-
-def _about_x(angle: float) -> Float[np.ndarray, "3 3"]:
-    cosine, sine = np.cos(angle), np.sin(angle)
-    return np.array([[1, 0, 0], [0, cosine, -sine], [0, sine, cosine]])
-
-
-def _about_y(angle: float) -> Float[np.ndarray, "3 3"]:
-    cosine, sine = np.cos(angle), np.sin(angle)
-    return np.array([[cosine, 0, sine], [0, 1, 0], [-sine, 0, cosine]])
-
-
-def _about_z(angle: float) -> Float[np.ndarray, "3 3"]:
-    cosine, sine = np.cos(angle), np.sin(angle)
-    return np.array([[cosine, -sine, 0], [sine, cosine, 0], [0, 0, 1]])
+def _about(axis: int, angle: float) -> Float[np.ndarray, "3 3"]:
+    """Return the rotation about x (0), y (1) or z (2)."""
+    first, second = (axis + 1) % 3, (axis + 2) % 3
+    rotation = np.eye(3)
+    rotation[first, first] = rotation[second, second] = np.cos(angle)
+    rotation[second, first] = np.sin(angle)
+    rotation[first, second] = -np.sin(angle)
+    return rotation
 
 
 # -- plans
@@ -148,8 +134,7 @@ Poses = dict[str, Sequence[float]]
 OPEN, CLOSED = 1.0, 0.0
 _REST = np.array([0.0, -0.96, 1.16, 0.0, -0.3, 0.0, CLOSED])
 
-TRANSFER_STEPS = 230
-INSERTION_STEPS = 230
+_NUM_STEPS = 230
 
 # Height of the finger tips while they hold something; lower, they would touch the table.
 _CUBE_HEIGHT = 0.025
@@ -177,8 +162,8 @@ def plan_transfer(poses: Poses) -> Plan:
     """The right arm lifts the cube to the middle, the left one takes it there from the side."""
     x, y, _ = poses["cube"][:3]
     # Aligned with the cube would twist the forearm most; along the arm would grip its edges.
-    yaw = RIGHT.bearing(np.array([x, y, 0.0])) / 2
-    pick = {"yaw": yaw, "pitch": np.radians(72)}
+    ahead, aside, _ = RIGHT.local(np.array([x, y, 0.0]))
+    pick = {"yaw": float(np.arctan2(aside, ahead)) / 2, "pitch": np.radians(72)}
     give = {"pitch": np.radians(64)}
     take = {"roll": np.pi / 2}  # fingers above and below, where the right arm's are not
     right = [
@@ -203,7 +188,7 @@ def plan_transfer(poses: Poses) -> Plan:
         _at(184, LEFT, (0.012, 0.5, 0.28), CLOSED, **take),
         _at(212, LEFT, (-0.06, 0.5, 0.28), CLOSED, **take),
     ]
-    return np.concatenate([move(left, TRANSFER_STEPS), move(right, TRANSFER_STEPS)], axis=1)
+    return np.concatenate([_move(left), _move(right)], axis=1)
 
 
 def plan_insertion(poses: Poses) -> Plan:
@@ -211,7 +196,7 @@ def plan_insertion(poses: Poses) -> Plan:
     # The centres are 0.1 m apart when the peg meets the pin in the socket. The peg sags a little.
     socket = _bring(LEFT, poses["socket"], _SOCKET_HEIGHT, (-0.08, 0.5, 0.2), (-0.05, 0.5, 0.2))
     peg = _bring(RIGHT, poses["peg"], _PEG_HEIGHT, (0.11, 0.5, 0.203), (0.03, 0.5, 0.203))
-    return np.concatenate([move(socket, INSERTION_STEPS), move(peg, INSERTION_STEPS)], axis=1)
+    return np.concatenate([_move(socket), _move(peg)], axis=1)
 
 
 def _bring(
@@ -242,9 +227,9 @@ def _at(
     return step, np.append(joints_for(arm, Grasp(position, **angles)), gripper)
 
 
-def move(waypoints: Sequence[Waypoint], num_steps: int) -> Float[np.ndarray, "t 7"]:
+def _move(waypoints: Sequence[Waypoint]) -> Float[np.ndarray, "t 7"]:
     """Return joint targets for every step: minimum-jerk motion between waypoints."""
-    targets = np.empty((num_steps, 7))
+    targets = np.empty((_NUM_STEPS, 7))
     for (begin, start), (end, goal) in itertools.pairwise(waypoints):
         way = np.arange(1, end - begin + 1)[:, None] / (end - begin)
         targets[begin:end] = start + way**3 * (10 - 15 * way + 6 * way**2) * (goal - start)

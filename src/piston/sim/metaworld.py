@@ -21,7 +21,7 @@ from piston.sim.environment import (
     Observation,
 )
 from piston.sim.metaworld_tasks import ACTION_REPEAT, MetaworldTask
-from piston.sim.rendering import View, pose_of, render, set_pose
+from piston.sim.rendering import MujocoEnvironment, View, World
 
 import mujoco  # isort: skip  (after rendering, which chooses OpenGL)
 from metaworld.env_dict import ALL_V3_ENVIRONMENTS
@@ -38,43 +38,27 @@ _NOISY_EPISODES = 0.75
 _STEPS_AFTER_SUCCESS = 5
 
 
-class _World:
-    """One of the package's environments. A reset changes its model, so it is not shared."""
-
-    def __init__(self, task: MetaworldTask) -> None:
-        self.source = task.package_name
-        self._start = task.start
-        # The class itself: the package's wrappers use a global random state.
-        package: Any = ALL_V3_ENVIRONMENTS[task.package_name]()
-        package._set_task_called = True
-        package._freeze_rand_vec = False
-        package.seeded_rand_vec = True
-        # Some scripted policies read the goal.
-        package._partially_observable = False
-        del package.sawyer_observation_space
-        if task.start is not None:
-            low, high = np.array(task.start.low), np.array(task.start.high)
-            package._random_reset_space = Box(low, high, dtype=np.float64)
-        self.package = package
-
-    def reset(self, seed: int) -> Float[np.ndarray, " 39"]:
-        """Return the package's full observation in the initial state of the seed."""
-        self.package.seed(seed)
-        observation, _ = self.package.reset()
-        if self._start is None:
-            return observation
-        position = np.random.default_rng(seed).uniform(*self._start.span)
-        self.package.data.joint(self._start.joint).qpos[:] = position
-        mujoco.mj_forward(self.package.model, self.package.data)
-        self.package._prev_obs = self.package._get_curr_obs_combined_no_goal()
-        return self.package._get_obs()
+def _make_package(task: MetaworldTask) -> Any:
+    """Return the package's environment. A reset changes its model, so it is not shared."""
+    # The class itself: the package's wrappers use a global random state.
+    package: Any = ALL_V3_ENVIRONMENTS[task.package_name]()
+    package._set_task_called = True
+    package._freeze_rand_vec = False
+    package.seeded_rand_vec = True
+    # Some scripted policies read the goal.
+    package._partially_observable = False
+    del package.sawyer_observation_space
+    if task.start is not None:
+        low, high = np.array(task.start.low), np.array(task.start.high)
+        package._random_reset_space = Box(low, high, dtype=np.float64)
+    return package
 
 
-# Worlds that no environment uses at the moment. Compiling one takes longer than an episode.
-_idle: dict[str, list[_World]] = {}
+# Packages that no environment uses at the moment. Compiling one takes longer than an episode.
+_idle: dict[str, list[Any]] = {}
 
 
-class MetaworldEnvironment(Environment):
+class MetaworldEnvironment(MujocoEnvironment):
     """One task, or a mixture in which the seed selects the task.
 
     With n tasks, seeds n·k to n·k + n − 1 are the n tasks, each with its k-th initial state. Tasks
@@ -88,19 +72,19 @@ class MetaworldEnvironment(Environment):
     cameras = {_CAMERA: f"observation.images.{_CAMERA}"}  # noqa: RUF012
     action_names = ("x", "y", "z", "gripper")
     state_names = ("x", "y", "z", "gripper_opening")
+    overview = _VIEW
 
     def __init__(self, name: str, tasks: tuple[MetaworldTask, ...], pixels: int = 64) -> None:
         super().__init__()
-        self.name = name
-        self.pixels = pixels
+        self.name, self.pixels = name, pixels
         self._tasks = tasks
-        self._world: _World | None = None
+        self._package: Any = None
         self._sensed = np.zeros(0)
         self._choose(tasks[0])
 
     def observe(self) -> Observation:
         return {
-            "images": {_CAMERA: self._render(_VIEW, self.pixels, self.pixels)},
+            "images": {_CAMERA: self.render(self.pixels, self.pixels)},
             # Hand and gripper only: objects are visible in the image alone.
             "state": self.full_observation[:4].astype(np.float32),
             "prompt": self.prompt,
@@ -112,41 +96,33 @@ class MetaworldEnvironment(Environment):
         self._running()
         return self._sensed
 
-    def render(
-        self, height: int = 480, width: int = 640, camera: str | None = None
-    ) -> UInt8[np.ndarray, "h w 3"]:
-        return self._render(View(camera) if camera else _VIEW, height, width)
-
-    def pose(self) -> Float[np.ndarray, " p"]:
-        package = self._running().package
-        return pose_of(package.model, package.data)
-
-    def set_pose(self, pose: Float[np.ndarray, " p"]) -> None:
-        self.done = True
-        package = self._running().package
-        set_pose(package.model, package.data, pose)
-
     def initial_state(self) -> dict[str, Any]:
-        vector = [float(value) for value in self._running().package._last_rand_vec]
+        vector = [float(value) for value in self._running()._last_rand_vec]
         return {"seed": self.seed, "task": self.task.name, "random_vector": vector}
 
     def close(self) -> None:
-        if self._world is not None:
-            _idle.setdefault(self.task.name, []).append(self._world)
-            self._world = None
+        if self._package is not None:
+            _idle.setdefault(self.task.name, []).append(self._package)
+            self._package = None
             self.done = True
 
     def _reset(self, seed: int) -> None:
         block, within = divmod(seed, RECORDING_SEEDS)
         start, index = divmod(within, len(self._tasks))
-        start += block * RECORDING_SEEDS
-        if self._world is None or self.task is not self._tasks[index]:
+        if self._package is None or self.task is not self._tasks[index]:
             self.close()
             self._choose(self._tasks[index])
             idle = _idle.get(self.task.name)
-            self._world = idle.pop() if idle else _World(self.task)
+            self._package = idle.pop() if idle else _make_package(self.task)
             self.done = False
-        self._sensed = self._world.reset(start)
+        self._package.seed(block * RECORDING_SEEDS + start)
+        self._sensed, _ = self._package.reset()
+        if halfway := self.task.start:
+            random = np.random.default_rng(block * RECORDING_SEEDS + start)
+            self._package.data.joint(halfway.joint).qpos[:] = random.uniform(*halfway.span)
+            mujoco.mj_forward(self._package.model, self._package.data)
+            self._package._prev_obs = self._package._get_curr_obs_combined_no_goal()
+            self._sensed = self._package._get_obs()
 
     def _choose(self, task: MetaworldTask) -> None:
         self.task = task
@@ -156,20 +132,22 @@ class MetaworldEnvironment(Environment):
     def _step(self, action: Float[np.ndarray, " 4"]) -> tuple[float, bool, bool]:
         action = np.clip(action, -1.0, 1.0)
         for _ in range(ACTION_REPEAT):
-            self._sensed, reward, _, _, info = self._running().package.step(action)
+            self._sensed, reward, _, _, info = self._running().step(action)
         return float(reward), bool(info["success"]), False
 
+    def _current(self) -> World:
+        package = self._running()
+        return World(self.task.package_name, package.model, package.data)
+
     def _render(self, view: View, height: int, width: int) -> UInt8[np.ndarray, "h w 3"]:
-        world = self._running()
-        model, data = world.package.model, world.package.data
-        image = render(world.source, model, data, view, height, width)
+        image = super()._render(view, height, width)
         # The package mounts this camera upside down.
         return np.ascontiguousarray(image[::-1, ::-1]) if view.camera == _CAMERA else image
 
-    def _running(self) -> _World:
-        if self._world is None:
+    def _running(self) -> Any:
+        if self._package is None:
             raise ValueError(f"{self.name}: no episode has started. Call reset(seed).")
-        return self._world
+        return self._package
 
 
 class MetaworldExpert(Expert):

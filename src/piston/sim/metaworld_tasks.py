@@ -95,27 +95,17 @@ _DRAWER = Halfway("goal_slidey", (-0.13, -0.11), (-0.1, 0.9, 0.0), (0.1, 0.9, 0.
 _WINDOW = Halfway("window_slide", (0.09, 0.11), (-0.1, 0.75, 0.16), (0.1, 0.9, 0.16))
 
 
-def _halfway(name: str, opposite: str, start: Halfway) -> MetaworldTask:
-    return MetaworldTask(
-        name=f"{name}-halfway",
-        package_name=f"{name}-v3",
-        prompt=_PROMPTS[name],
-        max_steps=_HALFWAY_MAX_STEPS,
-        start=start,
-        opposite_prompt=_PROMPTS[opposite],
-    )
-
-
-TASKS = {
-    task.name: task
-    for task in (
-        *(MetaworldTask(name, f"{name}-v3", prompt) for name, prompt in _PROMPTS.items()),
-        _halfway("drawer-open", "drawer-close", _DRAWER),
-        _halfway("drawer-close", "drawer-open", _DRAWER),
-        _halfway("window-open", "window-close", _WINDOW),
-        _halfway("window-close", "window-open", _WINDOW),
-    )
-}
+TASKS = {name: MetaworldTask(name, f"{name}-v3", prompt) for name, prompt in _PROMPTS.items()}
+for _start, *_names in (
+    (_DRAWER, "drawer-open", "drawer-close"),
+    (_WINDOW, "window-open", "window-close"),
+):
+    for _name, _opposite in (_names, reversed(_names)):
+        TASKS[f"{_name}-halfway"] = MetaworldTask(
+            *(f"{_name}-halfway", f"{_name}-v3", _PROMPTS[_name], _HALFWAY_MAX_STEPS),
+            start=_start,
+            opposite_prompt=_PROMPTS[_opposite],
+        )
 
 # Names for several tasks at once.
 MIXTURES = {

@@ -12,15 +12,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import logging
 import multiprocessing
-import multiprocessing.connection
 import os
 import signal
-import threading
 from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Generator
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,11 +29,9 @@ from piston.data.recorder import Recorder
 from piston.data.writer import INFO
 from piston.files import append_json_lines, read_json_lines, write_json_lines
 from piston.progress import Progress, no_progress
-from piston.signals import ignore_stop_signals
+from piston.signals import exit_with_parent, ignore_stop_signals
 from piston.sim import make_environment, make_expert
-from piston.sim.environment import RECORDING_SEEDS, Environment, Expert, Observation
-
-logger = logging.getLogger(__name__)
+from piston.sim.environment import RECORDING_SEEDS, Environment, Expert
 
 LOG = Path("meta/simulation.jsonl")
 # Initial states per value of --seed.
@@ -65,8 +60,7 @@ class Recording:
         return RECORDING_SEEDS + self.seed * SEEDS_PER_RECORDING
 
 
-@dataclasses.dataclass(frozen=True)
-class Episode:
+class Episode(NamedTuple):
     """One try of an expert. A failure has no frames."""
 
     seed: int
@@ -100,33 +94,35 @@ def record(
     # The environment's own size and the same size given as a number are one recording.
     recording = dataclasses.replace(recording, pixels=environment.pixels)
     _check_codec(out, codec)
-    recorder = Recorder(
-        out,
-        environment.control_hz,
-        features(environment),
-        environment.robot_type,
-        codec=codec,
-        resume=True,
-    )
-    with recorder:
-        tried = _Tried.open(out / LOG, recording, recorder.num_episodes)
-        seeds = itertools.count(recording.first_seed + tried.num_tried)
-        with _episodes(recording, seeds, environment, workers) as episodes:
+    hz, robot_type = environment.control_hz, environment.robot_type
+    with Recorder(out, hz, features(environment), robot_type, codec=codec, resume=True) as recorder:
+        tried = _read_log(out / LOG, recording, recorder.num_episodes)
+        num_tried, num_successes = len(tried), sum(line["success"] for line in tried)
+        first_seed = recording.first_seed + num_tried
+        with contextlib.closing(_episodes(recording, first_seed, environment, workers)) as episodes:
             while recorder.num_episodes < num_episodes:
                 episode = next(episodes)
-                if episode.success and not tried.is_saved(episode):
-                    _save(recorder, episode)
-                tried.add(episode)
-                failed = tried.num_tried - recorder.num_episodes
+                num_tried += 1
+                num_successes += episode.success
+                # A stop between saving and logging leaves an episode that is saved already.
+                if episode.success and num_successes > recorder.num_episodes:
+                    for frame in episode.frames:
+                        recorder.add_frame(frame, episode.prompt)
+                    recorder.save_episode()
+                append_json_lines(out / LOG, [{"seed": episode.seed, "success": episode.success}])
+                if num_tried >= _TRIES and num_successes < _MIN_SUCCESS * num_tried:
+                    raise ValueError(
+                        f"Only {num_successes} of {num_tried} tries succeeded: the expert does "
+                        "not solve this task."
+                    )
+                failed = num_tried - recorder.num_episodes
                 progress(recorder.num_episodes, num_episodes, f"{failed} failed")
-        return Recorded(recorder.num_episodes, tried.num_tried)
+        return Recorded(recorder.num_episodes, num_tried)
 
 
 def _check_codec(out: Path, codec: str) -> None:
     """Raise ValueError if the data set has videos in another codec."""
-    if not (out / INFO).exists():
-        return
-    entries = read_info(out)["features"].values()
+    entries = read_info(out)["features"].values() if (out / INFO).exists() else ()
     for found in ((entry.get("info") or {}).get("video.codec") for entry in entries):
         if found not in (None, codec):
             raise ValueError(
@@ -137,16 +133,12 @@ def _check_codec(out: Path, codec: str) -> None:
 
 def features(environment: Environment) -> dict[str, dict[str, Any]]:
     """Return the data set's features under LeRobot's names."""
-    image = (environment.pixels, environment.pixels, 3)
-    return {
-        **{key: {"dtype": "video", "shape": image} for key in environment.cameras.values()},
-        "observation.state": _vector(environment.state_names),
-        "action": _vector(environment.action_names),
+    image = {"dtype": "video", "shape": (environment.pixels, environment.pixels, 3)}
+    vectors = {"observation.state": environment.state_names, "action": environment.action_names}
+    return dict.fromkeys(environment.cameras.values(), image) | {
+        key: {"dtype": "float32", "shape": (len(names),), "names": list(names)}
+        for key, names in vectors.items()
     }
-
-
-def _vector(names: tuple[str, ...]) -> dict[str, Any]:
-    return {"dtype": "float32", "shape": (len(names),), "names": list(names)}
 
 
 def demonstrate(environment: Environment, expert: Expert, seed: int) -> Episode:
@@ -155,7 +147,14 @@ def demonstrate(environment: Environment, expert: Expert, seed: int) -> Episode:
     expert.start(environment)
     frames = []
     while not environment.done and (step := expert.act()) is not None:
-        frames.append(_frame(environment, observation, step.label))
+        images = observation["images"]
+        frames.append(
+            {
+                **{key: images[camera] for camera, key in environment.cameras.items()},
+                "observation.state": observation["state"],
+                "action": np.asarray(step.label, np.float32),
+            }
+        )
         environment.step(step.executed)
         observation = environment.observe()
     if not environment.held:
@@ -163,102 +162,52 @@ def demonstrate(environment: Environment, expert: Expert, seed: int) -> Episode:
     return Episode(seed, True, environment.prompt, tuple(frames))
 
 
-def _frame(
-    environment: Environment, observation: Observation, action: np.ndarray
-) -> dict[str, np.ndarray]:
-    return {
-        **{key: observation["images"][camera] for camera, key in environment.cameras.items()},
-        "observation.state": observation["state"],
-        "action": np.asarray(action, np.float32),
-    }
+def _read_log(path: Path, recording: Recording, num_saved: int) -> list[dict[str, Any]]:
+    """Return the tries of a recording: JSON lines after a line that describes the recording."""
+    folder, header = path.parent.parent, dataclasses.asdict(recording)
+    if num_saved and not path.exists():
+        raise ValueError(
+            f"{folder} holds {num_saved} episodes that were not recorded here (no {path.name}). "
+            "Choose another folder."
+        )
+    # A process that was killed may have left part of a line.
+    whole = [line for _, line in read_json_lines(path) if line is not None] or [header]
+    write_json_lines(path, whole)
+    found, *tried = whole
+    if found.get("pixels", 0) is None:
+        # Written by an early version. The recorder has compared the images.
+        found["pixels"] = recording.pixels
+    if found != header:
+        raise ValueError(
+            f"{folder} was recorded as {found}, now it is {header}. Choose another folder."
+        )
+    return tried
 
 
-def _save(recorder: Recorder, episode: Episode) -> None:
-    for frame in episode.frames:
-        recorder.add_frame(frame, episode.prompt)
-    recorder.save_episode()
-
-
-class _Tried:
-    """The seeds that were tried, as JSON lines after a line that describes the recording."""
-
-    def __init__(self, path: Path, lines: list[dict[str, Any]], num_saved: int) -> None:
-        self._path = path
-        self.num_tried = len(lines)
-        self._num_successes = sum(line["success"] for line in lines)
-        # Saved in the data set, but stopped before the line was written.
-        self._num_unlogged = num_saved - self._num_successes
-
-    @classmethod
-    def open(cls, path: Path, recording: Recording, num_saved: int) -> _Tried:
-        header = dataclasses.asdict(recording)
-        if not path.exists():
-            if num_saved:
-                raise ValueError(
-                    f"{path.parent.parent} holds {num_saved} episodes that were not recorded here "
-                    f"(no {path.name}). Choose another folder."
-                )
-            write_json_lines(path, [header])
-        # A process that was killed may have left part of a line.
-        found, *lines = whole = [line for _, line in read_json_lines(path) if line is not None]
-        write_json_lines(path, whole)
-        if found.get("pixels", 0) is None:
-            # Written by an early version. The recorder has compared the images.
-            found["pixels"] = recording.pixels
-        if found != header:
-            raise ValueError(
-                f"{path.parent.parent} was recorded as {found}, now it is {header}. "
-                "Choose another folder."
-            )
-        return cls(path, lines, num_saved)
-
-    def is_saved(self, episode: Episode) -> bool:
-        """Whether the data set already holds this success."""
-        return episode.success and self._num_unlogged > 0
-
-    def add(self, episode: Episode) -> None:
-        if self.is_saved(episode):
-            self._num_unlogged -= 1
-        append_json_lines(self._path, [{"seed": episode.seed, "success": episode.success}])
-        self.num_tried += 1
-        self._num_successes += episode.success
-        if self.num_tried >= _TRIES and self._num_successes < _MIN_SUCCESS * self.num_tried:
-            raise ValueError(
-                f"Only {self._num_successes} of {self.num_tried} tries succeeded: the expert does "
-                "not solve this task."
-            )
-
-
-@contextlib.contextmanager
 def _episodes(
-    recording: Recording, seeds: Iterator[int], environment: Environment, workers: int
-) -> Iterator[Iterator[Episode]]:
-    """Yield an endless iterator over tries, in the order of the seeds."""
+    recording: Recording, first_seed: int, environment: Environment, workers: int
+) -> Generator[Episode, None, None]:
+    """Yield tries without end, in the order of the seeds."""
+    seeds = itertools.count(first_seed)
     if workers == 1:
         expert = make_expert(recording.task)
-        yield (demonstrate(environment, expert, seed) for seed in seeds)
-        return
+        for seed in seeds:
+            yield demonstrate(environment, expert, seed)
     # Not forked: that is not safe with threads and OpenGL.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, context, _start_worker, (recording,))
     try:
-        yield _in_order(pool, seeds, ahead=2 * workers)
+        waiting = deque(pool.submit(_work, next(seeds)) for _ in range(2 * workers))
+        while True:
+            yield waiting.popleft().result()
+            waiting.append(pool.submit(_work, next(seeds)))
+    except BrokenProcessPool as error:
+        raise OSError(
+            "A simulation process ended unexpectedly; it may have run out of memory. What has "
+            "been recorded is safe: run the same command again to continue."
+        ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _in_order(pool: ProcessPoolExecutor, seeds: Iterator[int], ahead: int) -> Iterator[Episode]:
-    waiting: deque[Future[Episode]] = deque()
-    while True:
-        while len(waiting) < ahead:
-            waiting.append(pool.submit(_work, next(seeds)))
-        try:
-            yield waiting.popleft().result()
-        except BrokenProcessPool as error:
-            raise OSError(
-                "A simulation process ended unexpectedly; it may have run out of memory. What has "
-                "been recorded is safe: run the same command again to continue."
-            ) from error
 
 
 _worker: tuple[Environment, Expert] | None = None
@@ -267,19 +216,11 @@ _worker: tuple[Environment, Expert] | None = None
 def _start_worker(recording: Recording) -> None:
     global _worker
     ignore_stop_signals(signal.SIGINT)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    exit_with_parent()
     # Mesa would render with extra threads, one per core, in every worker.
     os.environ.setdefault("LP_NUM_THREADS", "0")
     environment = make_environment(recording.task, pixels=recording.pixels)
     _worker = environment, make_expert(recording.task)
-
-
-def _end_with_parent() -> None:
-    """End this worker when its parent ends: a killed parent cannot tell its workers."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None  # None only in the main process
-    multiprocessing.connection.wait([parent.sentinel])
-    os._exit(1)
 
 
 def _work(seed: int) -> Episode:

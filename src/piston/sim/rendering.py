@@ -1,4 +1,4 @@
-"""Off-screen images of a MuJoCo world.
+"""Off-screen images of a MuJoCo world, and the environments that are made of one.
 
 One thread per process owns OpenGL, because a context belongs to a thread: environments may be
 rendered from any thread, and contexts of other libraries are not disturbed. Everything that was
@@ -13,8 +13,8 @@ rendered: they are the simulator's markers, and some mark the goal.
 
 from __future__ import annotations
 
+import abc
 import ctypes
-import dataclasses
 import functools
 import importlib
 import logging
@@ -23,11 +23,13 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, UInt8
 from PIL import Image
+
+from piston.sim.environment import Environment
 
 VARIABLE = "MUJOCO_GL"
 
@@ -79,11 +81,11 @@ def egl_works() -> bool:
     if not query_devices(_MAX_DEVICES, ctypes.byref(devices), ctypes.byref(count)):
         return False
     egl.eglInitialize.argtypes = (pointer, pointer, pointer)
-    for device in devices[: count.value]:
-        display = platform_display(_EGL_PLATFORM_DEVICE_EXT, device, None)
-        if display and egl.eglInitialize(display, None, None):
-            return True
-    return False
+    displays = (
+        platform_display(_EGL_PLATFORM_DEVICE_EXT, device, None)
+        for device in devices[: count.value]
+    )
+    return any(display and egl.eglInitialize(display, None, None) for display in displays)
 
 
 def osmesa_works() -> bool:
@@ -94,8 +96,7 @@ def osmesa_works() -> bool:
         except OSError:
             continue
         osmesa.OSMesaCreateContextExt.restype = ctypes.c_void_p
-        context = osmesa.OSMesaCreateContextExt(_GL_RGBA, 24, 8, 0, None)
-        if context:
+        if context := osmesa.OSMesaCreateContextExt(_GL_RGBA, 24, 8, 0, None):
             osmesa.OSMesaDestroyContext(ctypes.c_void_p(context))
             return True
     return False
@@ -108,7 +109,7 @@ for _chatty in ("OpenGL", "absl"):
 import mujoco  # noqa: E402  (reads MUJOCO_GL when it is imported)
 
 _MAX_GEOMS = 2000
-# Joint positions and mocap bodies.
+# Joint positions and mocap bodies: what an image depends on.
 _POSE = int(
     mujoco.mjtState.mjSTATE_QPOS
     | mujoco.mjtState.mjSTATE_MOCAP_POS
@@ -123,111 +124,108 @@ _BOX_CORNERS = np.array([[x, y, z] for x in (-1, 1) for y in (-1, 1) for z in (-
 _thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="render")
 
 
-@dataclasses.dataclass(frozen=True)
-class View:
+class View(NamedTuple):
     """A named camera of the model. `field_of_view` is vertical, in degrees; None is the model's."""
 
     camera: str
     field_of_view: float | None = None
 
 
-def render(
-    source: str, model: mujoco.MjModel, data: mujoco.MjData, view: View, height: int, width: int
-) -> UInt8[np.ndarray, "h w 3"]:
-    """Render the world as it is now. `source` names the XML from which the model was compiled."""
-    if height < 1 or width < 1:
-        raise ValueError(f"An image needs at least one pixel, found {height}×{width}.")
-    return _thread.submit(_render, source, model, data, view, height, width).result()
+class World(NamedTuple):
+    """A model, its state, and the name of the XML from which the model was compiled."""
+
+    source: str
+    model: mujoco.MjModel
+    data: mujoco.MjData
 
 
-def pose_of(model: mujoco.MjModel, data: mujoco.MjData) -> Float[np.ndarray, " p"]:
-    """Return the part of the state that an image of this moment depends on."""
-    pose = np.empty(mujoco.mj_stateSize(model, _POSE))
-    mujoco.mj_getState(model, data, pose, _POSE)
-    return pose
+class MujocoEnvironment(Environment):
+    """An environment that can be rendered. Subclasses say which world it is."""
 
+    # What `render` shows by default.
+    overview: ClassVar[View]
 
-def set_pose(model: mujoco.MjModel, data: mujoco.MjData, pose: Float[np.ndarray, " p"]) -> None:
-    mujoco.mj_setState(model, data, pose, _POSE)
-    mujoco.mj_forward(model, data)
+    @abc.abstractmethod
+    def _current(self) -> World:
+        """Return the world as it is now."""
 
+    def render(
+        self, height: int = 480, width: int = 640, camera: str | None = None
+    ) -> UInt8[np.ndarray, "h w 3"]:
+        return self._render(View(camera) if camera else self.overview, height, width)
 
-def _render(
-    source: str, model: mujoco.MjModel, data: mujoco.MjData, view: View, height: int, width: int
-) -> UInt8[np.ndarray, "h w 3"]:
-    camera = _camera_id(model, view.camera)
-    return _canvas(source, model).draw(model, data, camera, view.field_of_view, height, width)
+    def pose(self) -> Float[np.ndarray, " p"]:
+        _, model, data = self._current()
+        pose = np.empty(mujoco.mj_stateSize(model, _POSE))
+        mujoco.mj_getState(model, data, pose, _POSE)
+        return pose
+
+    def set_pose(self, pose: Float[np.ndarray, " p"]) -> None:
+        _, model, data = self._current()
+        self.done = True
+        mujoco.mj_setState(model, data, pose, _POSE)
+        mujoco.mj_forward(model, data)
+
+    def _render(self, view: View, height: int, width: int) -> UInt8[np.ndarray, "h w 3"]:
+        if height < 1 or width < 1:
+            raise ValueError(f"An image needs at least one pixel, found {height}×{width}.")
+        return _thread.submit(_draw, self._current(), view, height, width).result()
 
 
 class _Canvas:
-    """The OpenGL resources of one kind of world. Used on the render thread only."""
+    """The OpenGL resources of one kind of world."""
 
     def __init__(self, model: mujoco.MjModel) -> None:
-        _opengl()
         samples = model.vis.quality.offsamples
         model.vis.quality.offsamples = 0
-        self._context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_100)
+        self.context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_100)
         model.vis.quality.offsamples = samples
-        self._buffer = (0, 0)
-        self._scene = mujoco.MjvScene(model, _MAX_GEOMS)
-        self._scene.flags[mujoco.mjtRndFlag.mjRND_SHADOW] = 0
-        self._scene.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
-        self._options = mujoco.MjvOption()
-        self._options.sitegroup[:] = 0
-
-    def draw(
-        self,
-        model: mujoco.MjModel,
-        data: mujoco.MjData,
-        camera: int,
-        field_of_view: float | None,
-        height: int,
-        width: int,
-    ) -> UInt8[np.ndarray, "h w 3"]:
-        height, width = _SMOOTHING * height, _SMOOTHING * width
-        self._use_buffer(height, width)
-        viewpoint = mujoco.MjvCamera()
-        viewpoint.type = mujoco.mjtCamera.mjCAMERA_FIXED
-        viewpoint.fixedcamid = camera
-        with _camera_set_up(model, data, camera, field_of_view, width / height):
-            every = mujoco.mjtCatBit.mjCAT_ALL
-            mujoco.mjv_updateScene(model, data, self._options, None, viewpoint, every, self._scene)
-        rectangle = mujoco.MjrRect(0, 0, width, height)
-        image = np.empty((height, width, 3), np.uint8)
-        mujoco.mjr_render(rectangle, self._scene, self._context)
-        mujoco.mjr_readPixels(image, None, rectangle, self._context)
-        # OpenGL's rows go from the bottom to the top.
-        return np.array(Image.fromarray(image[::-1]).reduce(_SMOOTHING))
-
-    def _use_buffer(self, height: int, width: int) -> None:
-        needed = tuple(map(max, (height, width), self._buffer, _INITIAL_BUFFER))
-        if needed != self._buffer:
-            mujoco.mjr_resizeOffscreen(needed[1], needed[0], self._context)
-            self._buffer = (needed[0], needed[1])
-        mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._context)
+        self.buffer = (0, 0)
+        self.scene = mujoco.MjvScene(model, _MAX_GEOMS)
+        self.scene.flags[mujoco.mjtRndFlag.mjRND_SHADOW] = 0
+        self.scene.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
+        self.options = mujoco.MjvOption()
+        self.options.sitegroup[:] = 0
 
 
+# By the source of the world. Used on the render thread only.
 _canvases: dict[str, _Canvas] = {}
 
 
-def _canvas(source: str, model: mujoco.MjModel) -> _Canvas:
+def _draw(world: World, view: View, height: int, width: int) -> UInt8[np.ndarray, "h w 3"]:
+    source, model, data = world
+    viewpoint = mujoco.MjvCamera()
+    viewpoint.type = mujoco.mjtCamera.mjCAMERA_FIXED
+    viewpoint.fixedcamid = _camera_id(model, view.camera)
+    _opengl()
     if source not in _canvases:
         _canvases[source] = _Canvas(model)
-    return _canvases[source]
-
-
-def _context_class() -> type[Any]:
-    """Import it by name: mujoco may have been imported before MUJOCO_GL was set."""
-    if _OPENGL in ("egl", "osmesa"):
-        return importlib.import_module(f"mujoco.{_OPENGL}").GLContext
-    return mujoco.GLContext
+    canvas = _canvases[source]
+    height, width = _SMOOTHING * height, _SMOOTHING * width
+    buffer = tuple(map(max, (height, width), canvas.buffer, _INITIAL_BUFFER))
+    if buffer != canvas.buffer:
+        mujoco.mjr_resizeOffscreen(buffer[1], buffer[0], canvas.context)
+        canvas.buffer = (buffer[0], buffer[1])
+    mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, canvas.context)
+    with _camera_set_up(model, data, viewpoint.fixedcamid, view.field_of_view, width / height):
+        every = mujoco.mjtCatBit.mjCAT_ALL
+        mujoco.mjv_updateScene(model, data, canvas.options, None, viewpoint, every, canvas.scene)
+    rectangle = mujoco.MjrRect(0, 0, width, height)
+    image = np.empty((height, width, 3), np.uint8)
+    mujoco.mjr_render(rectangle, canvas.scene, canvas.context)
+    mujoco.mjr_readPixels(image, None, rectangle, canvas.context)
+    # OpenGL's rows go from the bottom to the top.
+    return np.array(Image.fromarray(image[::-1]).reduce(_SMOOTHING))
 
 
 @functools.cache
 def _opengl() -> Any:
     """Create the context of this process and make it current on the render thread."""
     try:
-        context = _context_class()(_INITIAL_BUFFER[1], _INITIAL_BUFFER[0])
+        # By name: mujoco may have been imported before MUJOCO_GL was set.
+        named = _OPENGL in ("egl", "osmesa")
+        module: Any = importlib.import_module(f"mujoco.{_OPENGL}") if named else mujoco
+        context = module.GLContext(_INITIAL_BUFFER[1], _INITIAL_BUFFER[0])
         context.make_current()
     except Exception as error:
         raise RenderingUnavailable(

@@ -15,21 +15,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from fractions import Fraction
 from pathlib import Path
-from typing import Any, Protocol
 
-import av
 import numpy as np
 
 from piston.client import Client, ServerError
+from piston.data.encoding import VideoEncoding, encode_video
 from piston.sim import make_environment
-from piston.sim.environment import (
-    Environment,
-    Observation,
-    StepResult,
-    check_evaluation_seeds,
-)
+from piston.sim.environment import Environment, Observation, check_evaluation_seeds
 from piston.sim.scores import Evaluation, Outcome, Trace, latency_percentiles
 
 # From observations to a chunk of the robot's actions (steps, dim) for each.
@@ -37,17 +30,7 @@ Infer = Callable[[Sequence[Observation]], Sequence[np.ndarray]]
 
 _VIDEO_HEIGHT, _VIDEO_WIDTH = 240, 320
 _VIDEO_FPS = 12.5
-
-
-class BatchPolicy(Protocol):
-    """A policy in this process."""
-
-    def infer_batch(self, observations: Sequence[Any], /) -> list[dict[str, Any]]: ...
-
-
-def infer_with_policy(policy: BatchPolicy) -> Infer:
-    """Infer on all observations as one batch."""
-    return lambda observations: [one["actions"] for one in policy.infer_batch(observations)]
+_VIDEO = VideoEncoding("h264", g=250, crf=27, preset="veryfast")
 
 
 @contextmanager
@@ -76,54 +59,49 @@ def infer_with_server(uri: str, connections: int) -> Iterator[tuple[Infer, str]]
 
 
 class _Episode:
-    """One environment, its pending actions, and what has been executed so far."""
+    """An episode that has just started, its pending actions, and what has been executed so far."""
 
-    def __init__(self, environment: Environment) -> None:
-        self.environment = environment
-
-    def begin(self, seed: int, prompt: str | None) -> None:
-        self.environment.reset(seed)
-        self.prompt = prompt or self.environment.prompt
+    def __init__(self, environment: Environment, seed: int, opposite: bool) -> None:
+        environment.reset(seed)
+        self.environment, self.seed = environment, seed
+        prompt = environment.opposite_prompt if opposite else environment.prompt
+        if prompt is None:
+            raise ValueError(
+                f"{environment.prompt!r} has no opposite in the same scene. Omit --opposite, or "
+                "choose a task that has one."
+            )
+        self.prompt = prompt
         self.pending: list[np.ndarray] = []
-        self._starts: list[int] = []
-        self._chunks: list[np.ndarray] = []
-        self._executed: list[np.ndarray] = []
-
-    def take(self, chunk: np.ndarray, execute_horizon: int) -> None:
-        self._starts.append(self.environment.steps)
-        self._chunks.append(chunk)
-        self.pending = list(chunk[:execute_horizon])
-
-    def step(self) -> StepResult:
-        action = self.pending.pop(0)
-        self._executed.append(action)
-        return self.environment.step(action)
-
-    def trace(self) -> Trace:
-        return Trace(
-            seed=self.environment.seed or 0,
-            names=self.environment.action_names,
-            hz=self.environment.control_hz,
-            starts=tuple(self._starts),
-            chunks=np.stack(self._chunks),
-            executed=np.stack(self._executed),
-        )
+        self.chunks: dict[int, np.ndarray] = {}  # by the step at which each was requested
+        self.executed: list[np.ndarray] = []
 
     def observe(self) -> Observation:
         # The policy's noise is seeded too, so that an episode is reproducible.
-        noise_seed = 1_000_003 * (self.environment.seed or 0) + self.environment.steps
+        noise_seed = 1_000_003 * self.seed + self.environment.steps
         return {**self.environment.observe(), "prompt": self.prompt, "seed": noise_seed}
 
+    def take(self, chunk: np.ndarray, execute_horizon: int) -> None:
+        if len(chunk) < execute_horizon:
+            raise ValueError(
+                f"The policy's chunks have {len(chunk)} steps, fewer than the {execute_horizon} "
+                "that are to be executed. Give a smaller --execute-horizon."
+            )
+        self.chunks[self.environment.steps] = chunk
+        self.pending = list(chunk[:execute_horizon])
+
+    def step(self) -> None:
+        self.executed.append(self.pending.pop(0))
+        self.environment.step(self.executed[-1])
+
     def outcome(self) -> Outcome:
-        environment = self.environment
-        return Outcome(
-            seed=environment.seed or 0,
-            prompt=self.prompt,
-            success=environment.ever_succeeded,
-            held=environment.held,
-            steps=environment.steps,
-            initial_state=environment.initial_state(),
-        )
+        done = self.environment
+        success, held = done.ever_succeeded, done.held
+        return Outcome(self.seed, self.prompt, success, held, done.steps, done.initial_state())
+
+    def trace(self) -> Trace:
+        names, hz = self.environment.action_names, self.environment.control_hz
+        chunks, executed = np.stack([*self.chunks.values()]), np.stack(self.executed)
+        return Trace(self.seed, names, hz, tuple(self.chunks), chunks, executed)
 
 
 def evaluate(
@@ -146,84 +124,45 @@ def evaluate(
     check_evaluation_seeds(seeds)
     if (execute_horizon is not None and execute_horizon < 1) or num_environments < 1:
         raise ValueError("execute_horizon and num_environments must be at least 1.")
-    waiting = list(reversed(seeds))
+    count = min(num_environments, len(seeds))
+    environments = [make_environment(task, pixels=pixels) for _ in range(count)]
+    idle, waiting = list(environments), list(reversed(seeds))
     running: list[_Episode] = []
     outcomes: dict[int, Outcome] = {}
     latencies: list[float] = []
     trace: Trace | None = None
-    episodes = [
-        _Episode(make_environment(task, pixels=pixels))
-        for _ in range(min(num_environments, len(seeds)))
-    ]
-    idle = list(episodes)
     while waiting or running:
         while idle and waiting:
-            episode = idle.pop()
-            _begin(episode, waiting.pop(), opposite)
-            running.append(episode)
-        execute_horizon = _refill(running, infer, execute_horizon, latencies)
+            running.append(_Episode(idle.pop(), waiting.pop(), opposite))
+        if empty := [episode for episode in running if not episode.pending]:
+            observations = [episode.observe() for episode in empty]
+            started = time.perf_counter()
+            chunks = infer(observations)
+            latencies.append(time.perf_counter() - started)
+            execute_horizon = execute_horizon or max(1, len(chunks[0]) // 2)
+            for episode, chunk in zip(empty, chunks, strict=True):
+                episode.take(chunk, execute_horizon)
         for episode in list(running):
-            result = episode.step()
+            episode.step()
             if videos is not None:
                 videos.add_step(episode.environment)
-            if result.done:
-                outcome = outcomes[episode.environment.seed or 0] = episode.outcome()
-                if outcome.seed == seeds[0]:
+            if episode.environment.done:
+                outcome = outcomes[episode.seed] = episode.outcome()
+                if episode.seed == seeds[0]:
                     trace = episode.trace()
                 running.remove(episode)
-                idle.append(episode)
+                idle.append(episode.environment)
                 if videos is not None:
                     videos.end_episode(episode.environment, outcome)
                 if on_outcome is not None:
                     on_outcome(outcome)
-    for episode in episodes:
-        episode.environment.close()
+    for environment in environments:
+        environment.close()
     return Evaluation(
-        task,
-        policy_name,
-        execute_horizon or 0,
-        tuple(outcomes[seed] for seed in seeds),
-        latency_percentiles(latencies),
-        opposite,
+        *(task, policy_name, execute_horizon or 0, tuple(outcomes[seed] for seed in seeds)),
+        *(latency_percentiles(latencies), opposite),
         trace=trace,
     )
-
-
-def _begin(episode: _Episode, seed: int, opposite: bool) -> None:
-    episode.begin(seed, None)
-    if opposite:
-        other = episode.environment.opposite_prompt
-        if other is None:
-            raise ValueError(
-                f"{episode.environment.prompt!r} has no opposite in the same scene. Omit "
-                "--opposite, or choose a task that has one."
-            )
-        episode.prompt = other
-
-
-def _refill(
-    running: Sequence[_Episode], infer: Infer, execute_horizon: int | None, latencies: list[float]
-) -> int | None:
-    """Request new chunks for the episodes without pending actions; return the execute horizon."""
-    empty = [episode for episode in running if not episode.pending]
-    if not empty:
-        return execute_horizon
-    observations = [episode.observe() for episode in empty]
-    started = time.perf_counter()
-    chunks = infer(observations)
-    latencies.append(time.perf_counter() - started)
-    execute_horizon = execute_horizon or max(1, len(chunks[0]) // 2)
-    for episode, chunk in zip(empty, chunks, strict=True):
-        if len(chunk) < execute_horizon:
-            raise ValueError(
-                f"The policy's chunks have {len(chunk)} steps, fewer than the {execute_horizon} "
-                "that are to be executed. Give a smaller --execute-horizon."
-            )
-        episode.take(chunk, execute_horizon)
-    return execute_horizon
-
-
-# -- videos
 
 
 class VideoWriter:
@@ -250,26 +189,16 @@ class VideoWriter:
         self._kept[outcome.success] += 1
         kind = "success" if outcome.success else "failure"
         path = self._folder / f"{kind}_seed{outcome.seed}.mp4"
-        frames = []
-        for pose in poses:
-            environment.set_pose(pose)
-            frames.append(environment.render(_VIDEO_HEIGHT, _VIDEO_WIDTH))
-        write_mp4(path, frames, environment.control_hz / _stride(environment))
+
+        def images() -> Iterator[np.ndarray]:
+            for pose in poses:
+                environment.set_pose(pose)
+                yield environment.render(_VIDEO_HEIGHT, _VIDEO_WIDTH)
+
+        self._folder.mkdir(parents=True, exist_ok=True)
+        encode_video(images(), path, environment.control_hz / _stride(environment), _VIDEO)
         self.written.append(path)
 
 
 def _stride(environment: Environment) -> int:
     return max(1, round(environment.control_hz / _VIDEO_FPS))
-
-
-def write_mp4(path: Path, frames: list[np.ndarray], fps: float) -> None:
-    """Write H.264 that every browser plays."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with av.open(str(path), "w", options={"movflags": "faststart"}) as container:
-        stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1000))
-        stream.height, stream.width = frames[0].shape[:2]
-        stream.pix_fmt = "yuv420p"
-        stream.options = {"crf": "27", "preset": "veryfast"}
-        for frame in frames:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
-        container.mux(stream.encode())

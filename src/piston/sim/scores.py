@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from jaxtyping import Float
 from piston.files import read_json, write_text
 
 RESULTS = "results.json"
+PERCENTILES = (50, 90, 99)
 _DECIMALS = 5
 
 
@@ -44,24 +44,6 @@ class Trace:
     starts: tuple[int, ...]
     chunks: Float[np.ndarray, "n h a"]
     executed: Float[np.ndarray, "t a"]
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            **{name: getattr(self, name) for name in ("seed", "names", "hz", "starts")},
-            "chunks": self.chunks.round(_DECIMALS).tolist(),
-            "executed": self.executed.round(_DECIMALS).tolist(),
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Trace:
-        return cls(
-            data["seed"],
-            tuple(data["names"]),
-            data["hz"],
-            tuple(data["starts"]),
-            np.array(data["chunks"]),
-            np.array(data["executed"]),
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,9 +111,8 @@ class Evaluation:
 
     def outcome_of(self, video: Path) -> Outcome:
         """Return the episode that a video shows: its name contains the seed."""
-        seed = re.search(r"seed(\d+)", video.stem)
         for outcome in self.outcomes:
-            if seed is not None and outcome.seed == int(seed[1]):
+            if outcome.seed == _kind_and_seed(video)[1]:
                 return outcome
         raise ValueError(f"{video} belongs to no episode of {self.name}: expected …seedN.mp4.")
 
@@ -152,7 +133,11 @@ class Evaluation:
         text = json.dumps(summary, indent=2)
         if self.trace is not None:
             # Thousands of numbers: on one line, after what people read.
-            text = f'{text[:-2]},\n  "trace": {json.dumps(self.trace.to_json())}\n}}'
+            trace = {
+                name: value.round(_DECIMALS).tolist() if isinstance(value, np.ndarray) else value
+                for name, value in vars(self.trace).items()
+            }
+            text = f'{text[:-2]},\n  "trace": {json.dumps(trace)}\n}}'
         write_text(folder / RESULTS, text)
 
 
@@ -164,39 +149,27 @@ def read_evaluation(folder: Path) -> Evaluation:
             f"{folder} holds no {RESULTS}: give a folder that `piston eval … --out` wrote."
         )
     summary = read_json(path)
+    if trace := summary.get("trace"):
+        trace |= {name: tuple(trace[name]) for name in ("names", "starts")}
+        trace |= {name: np.array(trace[name]) for name in ("chunks", "executed")}
     return Evaluation(
-        name=folder.resolve().name,
-        task=summary["task"],
-        policy=summary["policy"],
-        execute_horizon=summary["execute_horizon"],
+        **{key: summary[key] for key in ("task", "policy", "execute_horizon", "latency_ms")},
         outcomes=tuple(Outcome(**outcome) for outcome in summary["outcomes"]),
-        latency_ms=summary["latency_ms"],
         opposite=summary.get("opposite", False),
-        videos=tuple(sorted((folder / name for name in summary["videos"]), key=_natural_order)),
-        trace=Trace.from_json(summary["trace"]) if "trace" in summary else None,
+        videos=tuple(sorted((folder / name for name in summary["videos"]), key=_kind_and_seed)),
+        trace=Trace(**trace) if trace else None,
+        name=folder.resolve().name,
     )
 
 
-def _natural_order(path: Path) -> list[tuple[str, int]]:
-    """Sort key: by name, with the integers in it by their value."""
-    return [(text, int(number or 0)) for text, number in re.findall(r"(\D*)(\d*)", path.stem)]
+def _kind_and_seed(video: Path) -> tuple[str, int]:
+    kind, _, seed = video.stem.partition("seed")
+    return kind, int(seed) if seed.isdecimal() else -1
 
 
 def latency_percentiles(seconds: Sequence[float]) -> dict[str, float]:
     """Return the milliseconds that 50, 90 and 99 % of the inferences took at most."""
     return {
         f"p{p}": 1e3 * float(np.percentile(seconds, p)) if seconds else math.nan
-        for p in (50, 90, 99)
+        for p in PERCENTILES
     }
-
-
-def parse_seeds(text: str) -> Sequence[int]:
-    """Parse `0..49` (0 to 49) or a list such as `3,7,9`."""
-    try:
-        first, dots, last = text.partition("..")
-        seeds = range(int(first), int(last) + 1) if dots else [int(one) for one in text.split(",")]
-    except ValueError:
-        seeds = []
-    if not seeds or len(set(seeds)) != len(seeds) or min(seeds) < 0:
-        raise ValueError(f"Seeds are {text!r}; expected a range such as 0..49 or a list 3,7,9.")
-    return seeds
