@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+import safetensors.torch
 import torch
 
 from piston.models.lora import adapter_state_dict, merge_adapters, without_adapters
@@ -46,6 +47,25 @@ def test_other_adapters_are_refused(tmp_path, tiny, trained):
             load_adapters(build_model(wrong), tmp_path)
     with pytest.raises(ValueError, match="no adapters to save"):
         save_adapters(build_model(tiny["pi0"]), tmp_path / "none")
+
+
+def test_a_file_of_other_tensors_is_refused_by_name(tmp_path, trained):
+    save_adapters(trained, tmp_path)
+    path = tmp_path / "adapters.safetensors"
+    adapters = safetensors.torch.load_file(path)
+    fresh = build_model(trained.config)
+    before = {name: value.clone() for name, value in fresh.state_dict().items()}
+    name = "vlm.layers.0.mlp.up.lora_a"
+    renamed = {("vlm.extra.lora_a" if n == name else n): value for n, value in adapters.items()}
+    cut = {n: value[:, :1].contiguous() for n, value in adapters.items()}
+    for broken, message in (
+        (renamed, rf"(?s)1 missing:\s+{name}.*1 unexpected:\s+vlm\.extra\.lora_a"),
+        (cut, r"found \(1, .*expected \("),
+    ):
+        safetensors.torch.save_file(broken, path)
+        with pytest.raises(CheckpointError, match=message):
+            load_adapters(fresh, tmp_path)
+    assert all(torch.equal(value, before[n]) for n, value in fresh.state_dict().items())
 
 
 def test_damaged_and_missing_files_leave_the_model_alone(tmp_path, trained):

@@ -126,7 +126,7 @@ def test_adapters_compute_what_the_public_ones_do(rank):
 
 def test_no_two_arrays_hold_the_same_tensor():
     # The joined array stands instead of the two others, never beside them.
-    names = [p.name for path, row in TABLE.items() if "qkv_" not in path for p in row]
+    names = [n for path, row in TABLE.items() if "qkv_" not in path for n in row.names]
     assert len(names) == len(set(names))
 
 

@@ -48,7 +48,7 @@ def test_full_sizes_are_inferred_from_shapes_alone(reference, name):
     keys = read_keys(reference, name)
     translation = translate(keys)
     shapes = {ours: keys[theirs] for ours, theirs in translation.used.items()}
-    assert infer_config(shapes, None, {}) == FULL_SIZE[name][0]
+    assert infer_config(shapes, {}, {})[0] == FULL_SIZE[name][0]
 
 
 EMBEDDING = "paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight"

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from piston.weights import CheckpointError, tensors
-from piston.weights.tensors import DTYPES, TensorFile, write_tensor_file
+from piston.weights.tensors import DTYPES, read_tensor_file, write_tensor_file
 
 
 def sample(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -46,10 +46,10 @@ def test_the_library_reads_what_is_written_and_the_reverse(tmp_path_factory, des
     write_tensor_file(folder / "ours", values)
     theirs = safetensors.torch.load_file(folder / "ours")
     safetensors.torch.save_file(values, folder / "theirs")
-    files = TensorFile(folder / "ours"), TensorFile(folder / "theirs")
-    assert theirs.keys() == files[0].entries.keys() == files[1].entries.keys() == values.keys()
+    files = read_tensor_file(folder / "ours"), read_tensor_file(folder / "theirs")
+    assert theirs.keys() == files[0].keys() == files[1].keys() == values.keys()
     for name, tensor in values.items():
-        for found in (theirs[name], *(file.entries[name].read() for file in files)):
+        for found in (theirs[name], *(file[name].read() for file in files)):
             assert found.dtype == tensor.dtype
             assert torch.equal(found, tensor)
 
@@ -60,7 +60,7 @@ def test_reading_in_chunks_equals_reading_at_once(tmp_path, monkeypatch, chunk, 
     tensor = torch.randn(7, 11)
     monkeypatch.setattr(tensors, "CHUNK", chunk)
     write_tensor_file(tmp_path / "file", {"a": tensor})
-    entry = TensorFile(tmp_path / "file").entries["a"]
+    entry = read_tensor_file(tmp_path / "file")["a"]
     assert torch.equal(entry.read(dtype), tensor.to(dtype))
     turned = torch.empty(11, 7, dtype=dtype).mT  # memory in another order
     entry.read_into(turned)
@@ -79,14 +79,14 @@ def test_every_truncation_is_found_on_opening(small):
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
         with pytest.raises(CheckpointError, match="not a whole safetensors file"):
-            TensorFile(path)
+            read_tensor_file(path)
 
 
 def test_bytes_too_many_are_found(small):
     path, _ = small
     path.write_bytes(path.read_bytes() + b"\0")
     with pytest.raises(CheckpointError, match="not a whole safetensors file"):
-        TensorFile(path)
+        read_tensor_file(path)
 
 
 @pytest.mark.parametrize("mask", [0x01, 0x20, 0xFF])
@@ -99,8 +99,7 @@ def test_a_damaged_header_never_gives_other_values_under_the_same_names(small, m
         damaged[position] ^= mask
         path.write_bytes(damaged)
         try:
-            file = TensorFile(path)
-            found = {name: entry.read() for name, entry in file.entries.items()}
+            found = {name: entry.read() for name, entry in read_tensor_file(path).items()}
         except CheckpointError:
             continue
         for name in found.keys() & values.keys():
@@ -129,24 +128,24 @@ def test_malformed_headers_are_an_error_that_names_the_file(tmp_path, change):
     path = tmp_path / "file"
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
     with pytest.raises(CheckpointError, match="file"):
-        TensorFile(path)
+        read_tensor_file(path)
 
 
 def test_a_file_replaced_while_open_is_still_the_old_one(small):
     path, values = small
-    file = TensorFile(path)
+    file = read_tensor_file(path)
     write_tensor_file(path.with_suffix(".new"), {"vlm.a": torch.zeros(90)})
     path.with_suffix(".new").replace(path)
-    assert torch.equal(file.entries["vlm.a"].read(), values["vlm.a"])
+    assert torch.equal(file["vlm.a"].read(), values["vlm.a"])
 
 
 def test_a_file_that_shrinks_while_open_is_an_error(small):
     path, _ = small
-    file = TensorFile(path)
+    file = read_tensor_file(path)
     with path.open("r+b") as handle:
         handle.truncate(path.stat().st_size - 6)
     with pytest.raises(CheckpointError, match="became shorter"):
-        list(file.entries.values())[-1].read()
+        list(file.values())[-1].read()
 
 
 def test_dtypes_that_cannot_be_written_are_refused(tmp_path):

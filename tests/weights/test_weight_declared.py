@@ -67,7 +67,7 @@ def test_unknown_sizes_need_a_configuration(folder):
 def test_settings_that_leave_no_trace_in_tensors(tmp_path, facts, expected):
     (tmp_path / "config.json").write_text(json.dumps(facts))
     shapes = {n: tuple(t.shape) for n, t in build_on_meta(Pi0Config()).state_dict().items()}
-    config = infer_config(shapes, None, declared_fields(tmp_path / "config.json"))
+    config, _ = infer_config(shapes, {}, declared_fields(tmp_path / "config.json"))
     assert dataclasses.replace(config, **expected) == config
     assert config.vlm == Pi0Config().vlm
 
@@ -76,7 +76,7 @@ def test_prompts_of_lerobots_fast_are_counted_differently(tmp_path):
     facts = {"type": "pi0_fast", "tokenizer_max_length": 200, "chunk_size": 8}
     (tmp_path / "config.json").write_text(json.dumps(facts))
     shapes = {n: tuple(t.shape) for n, t in build_on_meta(Pi0FASTConfig()).state_dict().items()}
-    config = infer_config(shapes, None, declared_fields(tmp_path / "config.json"))
+    config, _ = infer_config(shapes, {}, declared_fields(tmp_path / "config.json"))
     assert config == Pi0FASTConfig(action_horizon=8)
 
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -108,26 +108,6 @@ def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return the adapters alone, under their names in the whole model."""
     state = model.state_dict()
     return {n: value for n, value in state.items() if n.endswith((".lora_a", ".lora_b"))}
-
-
-def load_adapter_state_dict(model: nn.Module, adapters: Mapping[str, Tensor]) -> None:
-    """Fill the adapters and leave every other parameter alone; the names must match exactly."""
-    expected = adapter_state_dict(model)
-    missing, extra = expected.keys() - adapters.keys(), adapters.keys() - expected.keys()
-    misshapen = [
-        f"{name}: found {tuple(adapters[name].shape)}, expected {tuple(value.shape)}"
-        for name, value in expected.items()
-        if name in adapters and adapters[name].shape != value.shape
-    ]
-    if missing or extra or misshapen:
-        raise ValueError(
-            f"Adapters do not fit this model. Missing: {sorted(missing)}; extra: {sorted(extra)}; "
-            f"wrong shape: {misshapen}. Load them into a model of the configuration they were "
-            "trained with."
-        )
-    with torch.no_grad():
-        for name, value in expected.items():
-            value.copy_(adapters[name])
 
 
 def matching_parameters(names: Iterable[str], patterns: Sequence[str]) -> list[str]:

@@ -184,7 +184,7 @@ def _gradients(model: Model, expected: Mapping[str, float]) -> Iterator[Quantity
     rounding = float(np.finfo(np.float32).eps) * max(expected.values())
     errors = {}
     for path, norm in expected.items():
-        parts = [part.name.split("*") for part in openpi_jax.TABLE[path]]
+        parts = [name.split("*") for name in openpi_jax.TABLE[path].names]
         found = math.sqrt(
             sum(
                 square

@@ -14,8 +14,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,29 +25,17 @@ from piston.weights import openpi_jax, pytorch_names
 from piston.weights.configs import (
     CONFIG,
     OWN_FORMAT,
-    Heads,
-    assumed_fields,
     declared_fields,
     infer_config,
     own_config,
     read_object,
 )
-from piston.weights.expected import CheckpointError, Shape, check_match, expected_shapes, listings
-from piston.weights.tensors import Entry, TensorFile
+from piston.weights.expected import CheckpointError, Shape, check_match, expected_shapes, listing
+from piston.weights.tensors import Entry, FileEntry, read_tensor_file
 
 TENSORS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _OWN_TREES = ("vision.", "vlm.", "action_expert.", "suffix.")
-
-
-class _Source(NamedTuple):
-    """The tensors of a checkpoint under our names, before its configuration is known."""
-
-    format: str
-    entries: Mapping[str, Entry]
-    unknown: Mapping[str, Shape]  # foreign names that are not in any table
-    dropped: Mapping[str, str] = MappingProxyType({})
-    heads: Heads | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,36 +78,33 @@ def open_checkpoint(location: str | Path, config: ModelConfig | None = None) -> 
     """
     path = assets.resolve(location)
     tensors = _find_tensors(path)
+    entries: Mapping[str, Entry]
+    format_, dropped, heads = "jax", {}, {}
     if tensors.is_dir():
-        entries, unnamed, heads = openpi_jax.read_arrays(tensors)
-        source = _Source("jax", entries, unnamed, heads=heads)
+        entries, unknown, heads = openpi_jax.read_arrays(tensors)
     else:
-        source = _read_safetensors(tensors)
-    if integers := [n for n, e in source.entries.items() if not e.dtype.is_floating_point]:
+        format_, entries, unknown, dropped = _read_safetensors(tensors)
+    if integers := [name for name, e in entries.items() if not e.dtype.is_floating_point]:
         raise CheckpointError(
             f"{tensors} holds values that are not floating-point in {', '.join(integers[:5])}. "
             "The file is damaged or not of this model."
         )
-    shapes = {name: entry.shape for name, entry in source.entries.items()}
+    shapes = {name: entry.shape for name, entry in entries.items()}
     assumed: Mapping[str, Any] = {}
-    if config is None and source.format == OWN_FORMAT:
+    if config is None and format_ == OWN_FORMAT:
         config = own_config(tensors.parent / CONFIG)
     elif config is None:
         # The JAX trainer's arrays are in `params`; config.json is beside that folder.
         inside = tensors.is_dir() and tensors.name != "params"
         declared = declared_fields((tensors if inside else tensors.parent) / CONFIG)
         try:
-            config = infer_config(shapes, source.heads, declared)
+            config, assumed = infer_config(shapes, heads, declared)
         except CheckpointError as error:  # tensors under unknown names are a likely reason
-            unknown = [f"{name} {shape}" for name, shape in source.unknown.items()]
-            raise CheckpointError(
-                "\n".join([str(error), *listings({"unexpected": unknown})])
-            ) from error
-        assumed = assumed_fields(config, declared)
-    what = f"{path} ({source.format}) does not fit the {config.family} model of its configuration"
-    found = {**shapes, **source.unknown}
-    check_match(expected_shapes(config), found, may_miss_some=True, what=what)
-    return Checkpoint(path, config, source.format, source.entries, source.dropped, assumed)
+            lines = [f"{name} {shape}" for name, shape in unknown.items()]
+            raise CheckpointError(f"{error}\n{listing({'unexpected': lines})}") from error
+    what = f"{path} ({format_}) does not fit the {config.family} model of its configuration"
+    check_match(expected_shapes(config), {**shapes, **unknown}, may_miss_some=True, what=what)
+    return Checkpoint(path, config, format_, entries, dropped, assumed)
 
 
 def _find_tensors(path: Path) -> Path:
@@ -145,47 +129,36 @@ def _find_tensors(path: Path) -> Path:
     )
 
 
-def _read_safetensors(path: Path) -> _Source:
-    """Read a file, or an index (`….index.json`) of several, under our or foreign names."""
-    entries = _read_shards(path) if path.name.endswith(".json") else TensorFile(path).entries
-    ours = sum(name.startswith(_OWN_TREES) for name in entries)
-    theirs = sum(pytorch_names.is_pytorch_name(name) for name in entries)
-    if max(ours, theirs) == 0:
+def _read_safetensors(
+    path: Path,
+) -> tuple[str, dict[str, FileEntry], dict[str, Shape], dict[str, str]]:
+    """Read a file, or an index of several, under our or foreign names.
+
+    Return the format, the tensors, the shapes of those under unknown names, and the dropped names.
+    """
+    entries = _read_shards(path) if path.name.endswith(".json") else read_tensor_file(path)
+    used = {name: name for name in entries if name.startswith(_OWN_TREES)}
+    theirs = sum(map(pytorch_names.is_pytorch_name, entries))
+    if not used and not theirs:
         raise CheckpointError(
             f"{path} holds no known model: its tensors are "
             f"{', '.join(sorted(entries)[:5]) or 'none at all'}. Known are π0, π0.5 and π0-FAST as "
             "written by Piston, by openpi (JAX and PyTorch) and by LeRobot."
         )
-    if ours >= theirs:
-        known = {name: e for name, e in entries.items() if name.startswith(_OWN_TREES)}
-        unknown = {name: e.shape for name, e in entries.items() if name not in known}
-        return _Source(OWN_FORMAT, known, unknown)
+    if len(used) >= theirs:
+        unknown = {name: e.shape for name, e in entries.items() if name not in used}
+        return OWN_FORMAT, {name: entries[name] for name in used}, unknown, {}
     table = pytorch_names.translate(entries)
-    used = {ours: entries[theirs] for ours, theirs in table.used.items()}
-    embedding = "vlm.embedding.weight"
-    if table.output_head is not None and not any(name.startswith("suffix.") for name in used):
+    found = {ours: entries[name] for ours, name in table.used.items()}
+    if table.output_head is not None and not any(name.startswith("suffix.") for name in found):
         # π0-FAST uses the output head, so that it may only be dropped if it is tied.
-        used[embedding] = _tied(used[embedding], entries[table.output_head], table.output_head)
-    unknown = {name: entries[name].shape for name in table.unknown}
-    return _Source(table.format, used, unknown, table.dropped)
+        twin = (table.output_head, entries[table.output_head])
+        embedding = "vlm.embedding.weight"
+        found[embedding] = dataclasses.replace(found[embedding], twin=twin)
+    return table.format, found, {name: entries[name].shape for name in table.unknown}, table.dropped
 
 
-def _tied(embedding: Entry, head: Entry, name: str) -> Entry:
-    """Return the embedding table; reading it checks that the stored output head is equal."""
-
-    def read_into(destination: Tensor) -> None:
-        same = (embedding.shape, embedding.dtype) == (head.shape, head.dtype)
-        if not same or not all(map(torch.equal, embedding.chunks(), head.chunks())):
-            raise CheckpointError(
-                f"{name} differs from the embedding table, but π0-FAST's output head is the "
-                "embedding table itself. The file is not of this model."
-            )
-        embedding.read_into(destination)
-
-    return Entry(embedding.shape, embedding.dtype, read_into)
-
-
-def _read_shards(index: Path) -> dict[str, Entry]:
+def _read_shards(index: Path) -> dict[str, FileEntry]:
     weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(
         isinstance(file, str) and Path(file).name == file for file in weight_map.values()
@@ -194,15 +167,16 @@ def _read_shards(index: Path) -> dict[str, Entry]:
             f"{index} has no weight_map from tensor names to files beside it. Fetch it again."
         )
     names = sorted(set(weight_map.values()))
-    if absent := [name for name in names if not (index.parent / name).is_file()]:
-        lines = [f"{index} names files that are not there.", *listings({"missing": absent})]
-        raise CheckpointError("\n".join([*lines, "Fetch them."]))
-    files = {name: TensorFile(index.parent / name) for name in names}
-    actual = {(tensor, name) for name, file in files.items() for tensor in file.entries}
-    listed = set(weight_map.items())
-    if actual != listed:
-        kinds = {"in the index only": listed - actual, "in the files only": actual - listed}
-        named = {kind: [f"{t} in {f}" for t, f in sorted(rows)] for kind, rows in kinds.items()}
-        lines = [f"{index} and its files do not agree.", *listings(named), "Fetch all again."]
-        raise CheckpointError("\n".join(lines))
-    return {tensor: entry for file in files.values() for tensor, entry in file.entries.items()}
+    problems = {"missing": [name for name in names if not (index.parent / name).is_file()]}
+    if not problems["missing"]:
+        files = {name: read_tensor_file(index.parent / name) for name in names}
+        actual = {(tensor, name) for name, entries in files.items() for tensor in entries}
+        rows = {
+            "in the index only": weight_map.items() - actual,
+            "in the files only": actual - weight_map.items(),
+        }
+        problems = {kind: [f"{t} in {f}" for t, f in sorted(r)] for kind, r in rows.items()}
+    if any(problems.values()):
+        text = listing(problems)
+        raise CheckpointError(f"{index} and its files do not agree.\n{text}\nFetch all again.")
+    return {name: entry for entries in files.values() for name, entry in entries.items()}

@@ -33,17 +33,9 @@ class CheckpointError(ValueError):
 class MismatchError(CheckpointError):
     """A checkpoint's tensors are not the model's. Carries every name, also those not printed."""
 
-    def __init__(
-        self,
-        message: str,
-        missing: Sequence[str],
-        unexpected: Sequence[str],
-        misshaped: Sequence[str],
-    ) -> None:
+    def __init__(self, message: str, *names: Iterable[str]) -> None:
         super().__init__(message)
-        self.missing = tuple(missing)
-        self.unexpected = tuple(unexpected)
-        self.misshaped = tuple(misshaped)
+        self.missing, self.unexpected, self.misshaped = map(tuple, names)
 
 
 def check_match(
@@ -76,21 +68,20 @@ def check_match(
             f"{name}: found {found[name]}, expected {expected[name]}" for name in misshaped
         ],
     }
+    advice = (
+        "Use the configuration that the checkpoint was made with. Tensors that are meant to be "
+        "trained from scratch have to be named: --may-be-new PATTERN …"
+    )
     if missing and all(".lora_" in name for name in missing) and not unexpected:
         advice = (
             "The model has adapters and the checkpoint has none: allow new ones with "
             "--may-be-new '*.lora_?'"
         )
-    else:
-        advice = (
-            "Use the configuration that the checkpoint was made with. Tensors that are meant to be "
-            "trained from scratch have to be named: --may-be-new PATTERN …"
-        )
-    lines = [f"{what}; nothing was loaded.", *listings(kinds), advice]
-    raise MismatchError("\n".join(lines), missing, unexpected, misshaped)
+    message = f"{what}; nothing was loaded.\n{listing(kinds)}\n{advice}"
+    raise MismatchError(message, missing, unexpected, misshaped)
 
 
-def listings(kinds: Mapping[str, Sequence[str]]) -> list[str]:
+def listing(kinds: Mapping[str, Sequence[str]]) -> str:
     """Return `36 missing:` and the first lines for each kind with any; layers are joined."""
     texts = []
     for kind, lines in kinds.items():
@@ -104,19 +95,16 @@ def listings(kinds: Mapping[str, Sequence[str]]) -> list[str]:
         texts += [f"    {line}" for line in merged[:_SHOWN]]
         if len(merged) > _SHOWN:
             texts.append(f"    … and {len(merged) - _SHOWN} more lines")
-    return texts
+    return "\n".join(texts)
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Return `3`, `[0-17]` or `[0-3,7]`."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return ",".join(texts) if len(numbers) <= 1 else f"[{','.join(texts)}]"
+    """Return `3`, `[0-17]` or `[0,1,3]`."""
+    if len(numbers) < 2:
+        return "".join(map(str, numbers))
+    if numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"[{numbers[0]}-{numbers[-1]}]"
+    return f"[{','.join(map(str, numbers))}]"
 
 
 def build_model(config: ModelConfig) -> Model:
@@ -137,13 +125,13 @@ def build_on_meta(config: ModelConfig) -> Model:
         return build_model(config)
 
 
-def shapes_of(model: nn.Module) -> dict[str, Shape]:
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+def shapes_of(state: Mapping[str, Tensor]) -> dict[str, Shape]:
+    return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
     """Return the tensors that a checkpoint of this configuration has to hold."""
-    return shapes_of(build_on_meta(config))
+    return shapes_of(build_on_meta(config).state_dict())
 
 
 def initial_values(config: ModelConfig, names: Iterable[str]) -> dict[str, Tensor]:
@@ -168,16 +156,8 @@ class _WithoutRandomFills(TorchFunctionMode):
     They have no effect there, but the first one imports parts of torch that take a second.
     """
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        target = kwargs.get("tensor", args[0] if args else None)
-        random = getattr(func, "__name__", "") in _RANDOM_FILLS
-        if random and isinstance(target, Tensor) and target.is_meta:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        target = args[0] if args else (kwargs or {}).get("tensor")
+        if getattr(func, "__name__", "") in _RANDOM_FILLS and target.is_meta:
             return target
-        return func(*args, **kwargs)
+        return func(*args, **(kwargs or {}))

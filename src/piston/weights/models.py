@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from piston.files import atomic_file, atomic_folder, check_new_folder, sync, write_json
 from piston.models.configs import ModelConfig
-from piston.models.lora import adapter_state_dict, load_adapter_state_dict
+from piston.models.lora import adapter_state_dict
 from piston.models.model import Model
 from piston.models.precision import held_as_asked
 from piston.progress import Progress, no_progress
@@ -44,7 +44,7 @@ from piston.weights.expected import (
     initial_values,
     shapes_of,
 )
-from piston.weights.tensors import TensorFile, write_tensor_file
+from piston.weights.tensors import read_tensor_file, write_tensor_file
 
 logger = logging.getLogger(__name__)
 
@@ -88,20 +88,13 @@ def load_into(
     changed. A model on the meta device gets memory on `device`, in `dtype`. A model that has memory
     is filled in place in its own dtypes; if a file cannot be read, all of it becomes NaN.
     """
-    new = check_match(
-        shapes_of(model),
-        checkpoint.shapes(),
-        may_be_new=may_be_new,
-        what=f"{checkpoint} does not fit the {model.config.family} model",
-    )
     state = model.state_dict()
-    empty = [name for name, tensor in state.items() if tensor.is_meta]
-    if empty and len(empty) < len(state):
-        raise ValueError(
-            f"{len(empty)} of the model's {len(state)} tensors are on the meta device, the others "
-            "have memory. Build the whole model on one device."
-        )
-    if empty:
+    what = f"{checkpoint} does not fit the {model.config.family} model"
+    new = check_match(shapes_of(state), checkpoint.shapes(), may_be_new=may_be_new, what=what)
+    on_meta = [tensor.is_meta for tensor in state.values()]
+    if any(on_meta) and not all(on_meta):
+        raise ValueError("Part of the model is on the meta device. Build all of it on one device.")
+    if any(on_meta):
         held = _held_dtypes(model, checkpoint, dtype)
         tensors = _read_all(
             checkpoint, lambda name: torch.empty(state[name].shape, dtype=held[name], device=device)
@@ -162,8 +155,8 @@ def save_model(
     state = model.state_dict() if isinstance(model, nn.Module) else model
     if empty := sorted(name for name, tensor in state.items() if tensor.is_meta):
         raise ValueError(f"{len(empty)} tensors have no values (meta device), such as {empty[0]}.")
-    found = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    check_match(expected_shapes(config), found, what="The tensors are not the configuration's")
+    what = "The tensors are not the configuration's"
+    check_match(expected_shapes(config), shapes_of(state), what=what)
     _write_pair(Path(folder), TENSORS, state, CONFIG, _describe(config, sections or {}))
 
 
@@ -185,12 +178,9 @@ def convert(
     checkpoint = open_checkpoint(source, config)
     model = build_on_meta(checkpoint.config)
     what = f"{checkpoint} is not a whole {checkpoint.config.family} model"
-    check_match(shapes_of(model), checkpoint.shapes(), what=what)
+    state = model.state_dict()
+    check_match(shapes_of(state), checkpoint.shapes(), what=what)
     held = _held_dtypes(model, checkpoint, dtype)
-    written = {
-        name: torch.empty(entry.shape, dtype=held[name], device="meta")
-        for name, entry in checkpoint.entries.items()
-    }
     if checkpoint.assumed:
         logger.warning(
             "%s does not state these fields, so their usual values were assumed: %s. If the model "
@@ -201,6 +191,7 @@ def convert(
     for name, reason in checkpoint.dropped.items():
         logger.info("Left out %s: %s.", name, reason)
     with atomic_folder(target) as fresh:
+        written = {name: state[name].to(held[name]) for name in checkpoint.names()}
         write_tensor_file(
             fresh / TENSORS, written, lambda name: checkpoint.tensor(name, held[name]), progress
         )
@@ -241,7 +232,7 @@ def save_adapters(model: Model, folder: str | Path) -> None:
     adapters = adapter_state_dict(model)
     if not adapters:
         raise ValueError("The model has no adapters to save: no expert's size has a lora.")
-    described = {**_ADAPTERS_FORMAT, "lora": _lora_of(model.config)}
+    described = {**_ADAPTERS_FORMAT, "lora": _lora_of(model)}
     _write_pair(Path(folder), _ADAPTERS, adapters, _ADAPTERS_CONFIG, described)
 
 
@@ -258,20 +249,18 @@ def load_adapters(model: Model, folder: str | Path) -> None:
     data = read_object(path)
     if {key: data.get(key) for key in _ADAPTERS_FORMAT} != _ADAPTERS_FORMAT:
         raise CheckpointError(f"{path} was not written by `save_adapters`: {_ADAPTERS_FORMAT}.")
-    ours = _lora_of(model.config)
-    if data.get("lora") != ours:
+    if data.get("lora") != _lora_of(model):
         raise CheckpointError(
-            f"The adapters in {folder} are {data.get('lora')}, the model's are {ours}. Build the "
-            "model with the adapters that were saved."
+            f"The adapters in {folder} are {data.get('lora')}, the model's are {_lora_of(model)}. "
+            "Build the model with the adapters that were saved."
         )
-    entries = TensorFile(folder / _ADAPTERS).entries
-    load_adapter_state_dict(model, {name: entry.read() for name, entry in entries.items()})
+    entries, state = read_tensor_file(folder / _ADAPTERS), adapter_state_dict(model)
+    found = {name: entry.shape for name, entry in entries.items()}
+    check_match(shapes_of(state), found, what=f"The adapters in {folder} do not fit the model")
+    values = {name: entry.read() for name, entry in entries.items()}
+    model.load_state_dict(values, strict=False)
 
 
-def _lora_of(config: ModelConfig) -> dict[str, Any]:
-    sizes = {name: getattr(config, name, None) for name in ("vlm", "action_expert")}
-    return {
-        name: dataclasses.asdict(size.lora)
-        for name, size in sizes.items()
-        if size is not None and size.lora is not None
-    }
+def _lora_of(model: Model) -> dict[str, Any]:
+    sizes = {name: expert.size for name, expert in model.experts.items()}
+    return {n: dataclasses.asdict(size.lora) for n, size in sizes.items() if size.lora is not None}

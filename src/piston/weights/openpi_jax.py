@@ -12,17 +12,15 @@ before the next array is opened.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from piston.weights.configs import Heads
 from piston.weights.expected import CheckpointError, Shape
 from piston.weights.pytorch_names import SUFFIX
 from piston.weights.tensors import Entry
@@ -36,6 +34,7 @@ _DTYPES = {str(d)[6:]: d for d in (torch.float16, torch.float32, torch.float64, 
 _LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "same": lambda x: x,
     "flat": torch.flatten,
+    "single": lambda x: x.view(x.shape[1:]),  # (1, T, D) → (T, D)
     "transpose": lambda x: x.mT,
     "conv": lambda x: x.permute(3, 2, 0, 1),  # (P, P, 3, D) → (D, 3, P, P)
     "heads first": lambda x: x.mT.flatten(0, 1),  # (N, D, H) → (N·H, D)
@@ -46,123 +45,80 @@ _LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     # (N, R, D) → (1, D, R): every head adds to every output.
     "sum of heads": lambda x: x.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).mT[None],
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """One of our tensors in a JAX array.
-
-    `*` in the name: the array stacks all layers on its first axis. `at`: the index on the axis
-    after the layers.
-    """
-
-    name: str
-    layout: str = "same"
-    at: int | None = None
-
-
-Rows = dict[str, tuple[Part, ...]]
-
-
-def _parts(layout: str, *names: str) -> tuple[Part, ...]:
-    """Return the parts of an array: a single one, or one for each index of an axis."""
-    return tuple(
-        Part(name, layout, None if len(names) == 1 else at) for at, name in enumerate(names)
-    )
-
-
-def _projections(leaf: str, *names: str) -> tuple[str, ...]:
-    return tuple(f"attention.{name}.{leaf}" for name in names)
-
-
-_VISION: Rows = {
-    "embedding/kernel": _parts("conv", "patch_embedding.weight"),
-    "embedding/bias": _parts("same", "patch_embedding.bias"),
-    "pos_embedding": (Part("position_embedding", at=0),),
-    "Transformer/encoder_norm/scale": _parts("same", "norm.weight"),
-    "Transformer/encoder_norm/bias": _parts("same", "norm.bias"),
-    "head/kernel": _parts("transpose", "head.weight"),
-    "head/bias": _parts("same", "head.bias"),
+# The arrays of each kind of module: the ending of their names, and the layout.
+_KINDS: dict[str, dict[str, str]] = {
+    "conv": {"/kernel": "conv", "/bias": "same"},
+    "dense": {"/kernel": "transpose", "/bias": "same"},
+    "to heads": {"/kernel": "heads last", "/bias": "flat"},
+    "from heads": {"/kernel": "from heads", "/bias": "same"},
+    "layer norm": {"/scale": "same", "/bias": "same"},
+    "rms norm": {"/scale": "same", "/Dense_0/kernel": "transpose", "/Dense_0/bias": "same"},
+    # With adapters, in the layout that models/lora.py describes.
+    "projection": {"/w": "heads first", "/lora_a": "transpose", "/lora_b": "transpose"},
+    "output": {"/w": "from heads", "/lora_a": "one group from heads", "/lora_b": "sum of heads"},
+    "mlp": {"": "transpose", "_lora_a": "one group", "_lora_b": "one group"},
 }
-_ATTENTION = "MultiHeadDotProductAttention_0"
-_BLOCK_ROWS: Rows = {
-    "LayerNorm_0/scale": _parts("same", "attention_norm.weight"),
-    "LayerNorm_0/bias": _parts("same", "attention_norm.bias"),
-    "LayerNorm_1/scale": _parts("same", "mlp_norm.weight"),
-    "LayerNorm_1/bias": _parts("same", "mlp_norm.bias"),
-    **{
-        f"{_ATTENTION}/{name}/{leaf}": _parts(layout, f"attention.{name}.{ours}")
-        for name in ("query", "key", "value")
-        for leaf, ours, layout in (("kernel", "weight", "heads last"), ("bias", "bias", "flat"))
-    },
-    f"{_ATTENTION}/out/kernel": _parts("from heads", "attention.output.weight"),
-    f"{_ATTENTION}/out/bias": _parts("same", "attention.output.bias"),
-    "MlpBlock_0/Dense_0/kernel": _parts("transpose", "mlp.up.weight"),
-    "MlpBlock_0/Dense_0/bias": _parts("same", "mlp.up.bias"),
-    "MlpBlock_0/Dense_1/kernel": _parts("transpose", "mlp.down.weight"),
-    "MlpBlock_0/Dense_1/bias": _parts("same", "mlp.down.bias"),
+# The endings of our names, by theirs, or by the kind of module and theirs.
+_ENDINGS = {
+    **dict.fromkeys(("/kernel", "/w", "", "layer norm/scale"), ".weight"),
+    **{"/bias": ".bias", "/scale": ".scale"},
+    **{"/Dense_0/kernel": ".modulation.weight", "/Dense_0/bias": ".modulation.bias"},
+    **{f"{joint}{name}": f".{name}" for joint in "/_" for name in ("lora_a", "lora_b")},
 }
-# `{}` is where the action expert's `_1` stands.
-_LAYER: Rows = {
-    "attn/q_einsum{}/w": _parts("heads first", "attention.query.weight"),
-    "attn/kv_einsum{}/w": _parts("heads first", *_projections("weight", "key", "value")),
-    # Instead of both where every head has keys of its own.
-    "attn/qkv_einsum{}/w": _parts("heads first", *_projections("weight", "query", "key", "value")),
-    "attn/attn_vec_einsum{}/w": _parts("from heads", "attention.output.weight"),
-    "mlp{}/gating_einsum": _parts("transpose", "mlp.gate.weight", "mlp.up.weight"),
-    "mlp{}/linear": _parts("transpose", "mlp.down.weight"),
-    "pre_attention_norm{}/scale": _parts("same", "attention_norm.scale"),
-    "pre_attention_norm{}/Dense_0/kernel": _parts("transpose", "attention_norm.modulation.weight"),
-    "pre_attention_norm{}/Dense_0/bias": _parts("same", "attention_norm.modulation.bias"),
-    "pre_ffw_norm{}/scale": _parts("same", "mlp_norm.scale"),
-    "pre_ffw_norm{}/Dense_0/kernel": _parts("transpose", "mlp_norm.modulation.weight"),
-    "pre_ffw_norm{}/Dense_0/bias": _parts("same", "mlp_norm.modulation.bias"),
-    # Adapters, in the layout that models/lora.py describes.
-    "attn/q_einsum{}/lora_a": _parts("transpose", "attention.query.lora_a"),
-    "attn/q_einsum{}/lora_b": _parts("transpose", "attention.query.lora_b"),
-    **{
-        f"attn/{array}_einsum{{}}/{leaf}": _parts("transpose", *_projections(leaf, *names))
-        for array, names in {"kv": ("key", "value"), "qkv": ("query", "key", "value")}.items()
-        for leaf in ("lora_a", "lora_b")
-    },
-    "attn/attn_vec_einsum{}/lora_a": _parts("one group from heads", "attention.output.lora_a"),
-    "attn/attn_vec_einsum{}/lora_b": _parts("sum of heads", "attention.output.lora_b"),
-    "mlp{}/gating_einsum_lora_a": _parts("one group", "mlp.gate.lora_a", "mlp.up.lora_a"),
-    "mlp{}/gating_einsum_lora_b": _parts("one group", "mlp.gate.lora_b", "mlp.up.lora_b"),
-    "mlp{}/linear_lora_a": _parts("one group", "mlp.down.lora_a"),
-    "mlp{}/linear_lora_b": _parts("one group", "mlp.down.lora_b"),
+_IMG, _LLM, _LAYER = "PaliGemma/img/", "PaliGemma/llm/", "PaliGemma/llm/layers/"
+_BLOCKS = f"{_IMG}Transformer/encoderblock/"
+_HEADS = f"{_BLOCKS}MultiHeadDotProductAttention_0/"
+# Their module: its kind, and ours; several of ours are on the axis after the layers. `*` is the
+# number of the layer: the array stacks all of them on its first axis.
+_MODULES: dict[str, tuple[str, ...]] = {
+    f"{_IMG}embedding": ("conv", "vision.patch_embedding"),
+    f"{_BLOCKS}LayerNorm_0": ("layer norm", "vision.blocks.*.attention_norm"),
+    f"{_HEADS}query": ("to heads", "vision.blocks.*.attention.query"),
+    f"{_HEADS}key": ("to heads", "vision.blocks.*.attention.key"),
+    f"{_HEADS}value": ("to heads", "vision.blocks.*.attention.value"),
+    f"{_HEADS}out": ("from heads", "vision.blocks.*.attention.output"),
+    f"{_BLOCKS}LayerNorm_1": ("layer norm", "vision.blocks.*.mlp_norm"),
+    f"{_BLOCKS}MlpBlock_0/Dense_0": ("dense", "vision.blocks.*.mlp.up"),
+    f"{_BLOCKS}MlpBlock_0/Dense_1": ("dense", "vision.blocks.*.mlp.down"),
+    f"{_IMG}Transformer/encoder_norm": ("layer norm", "vision.norm"),
+    f"{_IMG}head": ("dense", "vision.head"),
+    **{theirs: ("dense", f"suffix.{ours}") for theirs, ours in SUFFIX.items()},
 }
-_FINAL_NORM: Rows = {
-    "final_norm{}/scale": _parts("same", "norm.scale"),
-    "final_norm{}/Dense_0/kernel": _parts("transpose", "norm.modulation.weight"),
-    "final_norm{}/Dense_0/bias": _parts("same", "norm.modulation.bias"),
+for _mark, _expert in {"": "vlm.", "_1": "action_expert."}.items():
+    _attention, _mlp = _expert + "layers.*.attention.", _expert + "layers.*.mlp."
+    _query, _key, _value = (f"{_attention}{name}" for name in ("query", "key", "value"))
+    _MODULES |= {
+        f"{_LAYER}attn/q_einsum{_mark}": ("projection", _query),
+        f"{_LAYER}attn/kv_einsum{_mark}": ("projection", _key, _value),
+        # Instead of both where every head has keys of its own.
+        f"{_LAYER}attn/qkv_einsum{_mark}": ("projection", _query, _key, _value),
+        f"{_LAYER}attn/attn_vec_einsum{_mark}": ("output", f"{_attention}output"),
+        f"{_LAYER}mlp{_mark}/gating_einsum": ("mlp", f"{_mlp}gate", f"{_mlp}up"),
+        f"{_LAYER}mlp{_mark}/linear": ("mlp", f"{_mlp}down"),
+        f"{_LAYER}pre_attention_norm{_mark}": ("rms norm", f"{_expert}layers.*.attention_norm"),
+        f"{_LAYER}pre_ffw_norm{_mark}": ("rms norm", f"{_expert}layers.*.mlp_norm"),
+        f"{_LLM}final_norm{_mark}": ("rms norm", f"{_expert}norm"),
+    }
+
+
+class Row(NamedTuple):
+    """The tensors in one array: one, or one for each index of the axis after the layers."""
+
+    layout: str
+    names: tuple[str, ...]
+
+
+TABLE = {
+    f"{_IMG}pos_embedding": Row("single", ("vision.position_embedding",)),
+    f"{_LLM}embedder/input_embedding": Row("same", ("vlm.embedding.weight",)),
 }
+for _theirs, (_kind, *_ours) in _MODULES.items():
+    for _ending, _layout in _KINDS[_kind].items():
+        _leaf = _ENDINGS.get(_kind + _ending) or _ENDINGS[_ending]
+        TABLE[_theirs + _ending] = Row(_layout, tuple(name + _leaf for name in _ours))
 
 
-def _make_table() -> Rows:
-    table: Rows = {"PaliGemma/llm/embedder/input_embedding": _parts("same", "vlm.embedding.weight")}
-
-    def add(theirs: str, ours: str, rows: Rows, mark: str = "") -> None:
-        for path, parts in rows.items():
-            named = (dataclasses.replace(part, name=ours + part.name) for part in parts)
-            table[theirs + path.format(mark)] = tuple(named)
-
-    add("PaliGemma/img/", "vision.", _VISION)
-    add("PaliGemma/img/Transformer/encoderblock/", "vision.blocks.*.", _BLOCK_ROWS)
-    for mark, expert in {"": "vlm", "_1": "action_expert"}.items():
-        add("PaliGemma/llm/layers/", f"{expert}.layers.*.", _LAYER, mark)
-        add("PaliGemma/llm/", f"{expert}.", _FINAL_NORM, mark)
-    for theirs, ours in SUFFIX.items():
-        table[f"{theirs}/kernel"] = _parts("transpose", f"suffix.{ours}.weight")
-        table[f"{theirs}/bias"] = _parts("same", f"suffix.{ours}.bias")
-    return table
-
-
-TABLE: Rows = _make_table()
-
-
-@dataclasses.dataclass(frozen=True)
-class Slice:
+class Slice(NamedTuple):
     """Where one of our tensors is in its JAX array, and how it is converted."""
 
     name: str
@@ -178,44 +134,40 @@ def plain_path(path: str) -> str:
 
 def slices(path: str, shape: Shape) -> list[Slice] | None:
     """Return our tensors in an array of this shape; None if the path is not in the table."""
-    parts = TABLE.get(path)
-    if parts is None:
+    if path not in TABLE:
         return None
     try:
-        return list(_slices(parts, torch.empty(shape, device="meta")))
+        return list(_slices(TABLE[path], torch.empty(shape, device="meta")))
     except (IndexError, RuntimeError, ValueError) as error:
         raise CheckpointError(
             f"{path} has shape {shape}, which is not how the JAX models store "
-            f"{', '.join(part.name for part in parts)}. Is this a checkpoint of openpi's?"
+            f"{', '.join(TABLE[path].names)}. Is this a checkpoint of openpi's?"
         ) from error
 
 
-def _slices(parts: tuple[Part, ...], array: Tensor) -> Iterator[Slice]:
-    for layer in range(array.shape[0]) if "*" in parts[0].name else [None]:
-        here = array if layer is None else array[layer]
-        if parts[0].at is not None and here.shape[0] != len(parts):
-            raise ValueError(f"expected {len(parts)} on the axis of the parts")
-        for part in parts:
-            one = here if part.at is None else here[part.at]
-            index = tuple(i for i in (layer, part.at) if i is not None)
-            name = part.name.replace("*", str(layer))
-            convert = _LAYOUTS[part.layout]
-            yield Slice(name, index, convert, tuple(convert(one).shape))
+def _slices(row: Row, array: Tensor) -> Iterator[Slice]:
+    convert = _LAYOUTS[row.layout]
+    for layer in range(array.shape[0]) if "*" in row.names[0] else [None]:
+        index = () if layer is None else (layer,)
+        if len(row.names) > 1 and array[index].shape[0] != len(row.names):
+            raise ValueError(f"expected {len(row.names)} on the axis of the parts")
+        for at, name in enumerate(row.names):
+            place = (*index, at) if len(row.names) > 1 else index
+            shape = tuple(convert(array[place]).shape)
+            yield Slice(name.replace("*", str(layer)), place, convert, shape)
 
 
-def heads_of(shapes: Mapping[str, Shape]) -> Heads | None:
+def heads_of(shapes: Mapping[str, Shape]) -> dict[str, dict[str, int]]:
     """Return the numbers of heads, from the arrays that have an axis for them."""
-    layers = "PaliGemma/llm/layers/attn"
-    query = shapes.get(f"{layers}/q_einsum/w")  # (B, N, D, H)
-    key_value = shapes.get(f"{layers}/kv_einsum/w")  # (B, 2, K, D, H)
-    joined = shapes.get(f"{layers}/qkv_einsum/w")  # (B, 3, N, D, H)
-    block = "PaliGemma/img/Transformer/encoderblock"
-    vision = shapes.get(f"{block}/{_ATTENTION}/query/kernel")  # (B, D, N, H)
-    if joined is not None and vision is not None:
-        return Heads(vision[2], joined[2], joined[2], joined[4])
+    query = shapes.get(f"{_LAYER}attn/q_einsum/w")  # (B, N, D, H)
+    key_value = shapes.get(f"{_LAYER}attn/kv_einsum/w")  # (B, 2, K, D, H)
+    if joined := shapes.get(f"{_LAYER}attn/qkv_einsum/w"):  # (B, 3, N, D, H)
+        query, key_value = (joined[0], *joined[2:]), joined
+    vision = shapes.get(f"{_HEADS}query/kernel")  # (B, D, N, H)
     if query is None or key_value is None or vision is None:
-        return None
-    return Heads(vision[2], query[1], key_value[2], query[3])
+        return {}
+    expert = {"num_heads": query[1], "num_kv_heads": key_value[2], "head_dim": query[3]}
+    return {"vision": {"num_heads": vision[2]}, "vlm": expert, "action_expert": expert}
 
 
 # The files.
@@ -229,7 +181,7 @@ def find_params(folder: Path) -> Path | None:
     return None
 
 
-def read_arrays(folder: Path) -> tuple[dict[str, Entry], dict[str, Shape], Heads | None]:
+def read_arrays(folder: Path) -> tuple[dict[str, Entry], dict[str, Shape], dict[str, Any]]:
     """Return our tensors, the shapes of unknown arrays, and the numbers of heads."""
     store = _ArrayStore(folder)
     entries: dict[str, Entry] = {}
@@ -244,9 +196,26 @@ def read_arrays(folder: Path) -> tuple[dict[str, Entry], dict[str, Shape], Heads
                     f"{folder} holds {one.name} twice, once in {path}. It is not a checkpoint of "
                     "one model; write it again into an empty folder."
                 )
-            read_into = functools.partial(store.read_into, path, one)
-            entries[one.name] = Entry(one.shape, store.dtypes[path], read_into)
+            entries[one.name] = _ArrayEntry(one.shape, store.dtypes[path], store, path, one)
     return entries, unknown, heads_of(store.shapes)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ArrayEntry(Entry):
+    store: _ArrayStore
+    path: str
+    where: Slice
+
+    def read_into(self, destination: Tensor) -> None:
+        convert, index = self.where.convert, self.where.index
+        size = math.prod(self.shape) * self.dtype.itemsize
+        if index or size <= _BLOCK or convert is not _LAYOUTS["same"]:
+            destination.copy_(convert(self.store.read(self.path, index)))
+            return
+        rows = max(1, _BLOCK * self.shape[0] // size)
+        for start in range(0, self.shape[0], rows):
+            block = slice(start, min(start + rows, self.shape[0]))
+            destination[block].copy_(self.store.read(self.path, (block,)))
 
 
 class _ArrayStore:
@@ -263,7 +232,7 @@ class _ArrayStore:
         self._tensorstore, self._folder = tensorstore, folder
         try:
             self._specs = self._list()
-            opened = {path: self._tensorstore.open(spec) for path, spec in self._specs.items()}
+            opened = {path: tensorstore.open(spec) for path, spec in self._specs.items()}
             arrays = {path: opening.result() for path, opening in opened.items()}
         except (ValueError, OSError) as error:
             raise CheckpointError(
@@ -277,18 +246,7 @@ class _ArrayStore:
                 f"{folder} holds arrays of other dtypes than {', '.join(_DTYPES)}: {bad[0]}."
             )
         self.dtypes = {path: _DTYPES[name] for path, name in stored.items()}
-        self._open_path: str | None = None
-        self._open_array: Any = None
-
-    def read_into(self, path: str, where: Slice, destination: Tensor) -> None:
-        size = math.prod(where.shape) * self.dtypes[path].itemsize
-        if where.index or size <= _BLOCK or where.convert is not _LAYOUTS["same"]:
-            destination.copy_(where.convert(self._read(path, where.index)))
-            return
-        rows = max(1, _BLOCK * where.shape[0] // size)
-        for start in range(0, where.shape[0], rows):
-            block = slice(start, min(start + rows, where.shape[0]))
-            destination[block].copy_(self._read(path, (block,)))
+        self._open: tuple[str, Any] = ("", None)
 
     def _list(self) -> dict[str, dict[str, Any]]:
         """Return how each array is opened, by its path in the table."""
@@ -303,40 +261,37 @@ class _ArrayStore:
             path = plain_path(key.replace(".", "/"))
             if path in specs:
                 raise ValueError(f"{path} is there twice, once under the key {key}")
-            place = f"{key}/" if is_database else f"{base['path']}{key}/"
-            kvstore = {**keys, "path": place}
+            kvstore = {**keys, "path": f"{key}/" if is_database else f"{base['path']}{key}/"}
             specs[path] = {"driver": _METADATA_FILES[file], "kvstore": kvstore}
         return specs
 
-    def _read(self, path: str, index: tuple[int | slice, ...]) -> Tensor:
+    def read(self, path: str, index: tuple[int | slice, ...]) -> Tensor:
         try:
-            array = self._array(path)
-            values = (array[index] if index else array).read().result()
+            if self._open[0] != path:
+                self._open = ("", None)  # frees its memory first
+                self._open = (path, self._open_array(path))
+            values = np.ascontiguousarray(self._open[1][index].read().result())
         except (ValueError, OSError) as error:
             raise CheckpointError(
                 f"{path} in {self._folder} cannot be read: {error}. Some files of the checkpoint "
                 "are damaged or were not copied; fetch all of them again."
             ) from error
-        values = np.ascontiguousarray(values)
         if self.dtypes[path] == torch.bfloat16:  # a dtype that numpy itself does not have
             return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(values)
 
-    def _array(self, path: str) -> Any:
-        if path != self._open_path:
-            self._open_path = self._open_array = None  # frees its memory first
-            size = math.prod(self.shapes[path]) * self.dtypes[path].itemsize
-            context = {
-                # Room for the whole array: its chunks are decoded only once.
-                "cache_pool": {"total_bytes_limit": 2 * size},
-                # The compressed bytes stay in the file.
-                "file_io_mode": {"mode": "memmap"},
-            }
-            self._open_array = self._tensorstore.open(
-                self._specs[path],
-                context=self._tensorstore.Context(context),
-                recheck_cached_data=False,
-                recheck_cached_metadata=False,
-            ).result()
-            self._open_path = path
-        return self._open_array
+    def _open_array(self, path: str) -> Any:
+        size = math.prod(self.shapes[path]) * self.dtypes[path].itemsize
+        context = {
+            # Room for the whole array: its chunks are decoded only once.
+            "cache_pool": {"total_bytes_limit": 2 * size},
+            # The compressed bytes stay in the file.
+            "file_io_mode": {"mode": "memmap"},
+        }
+        opening = self._tensorstore.open(
+            self._specs[path],
+            context=self._tensorstore.Context(context),
+            recheck_cached_data=False,
+            recheck_cached_metadata=False,
+        )
+        return opening.result()

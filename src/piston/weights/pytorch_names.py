@@ -7,9 +7,9 @@ In the tables `*` stands for the number of the layer.
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from piston.weights.expected import CheckpointError
 
@@ -34,21 +34,21 @@ _VISION = {
     "post_layernorm": "norm",
 }
 _GEMMA = {
-    "layers.*.self_attn.q_proj.weight": "layers.*.attention.query.weight",
-    "layers.*.self_attn.k_proj.weight": "layers.*.attention.key.weight",
-    "layers.*.self_attn.v_proj.weight": "layers.*.attention.value.weight",
-    "layers.*.self_attn.o_proj.weight": "layers.*.attention.output.weight",
-    "layers.*.mlp.gate_proj.weight": "layers.*.mlp.gate.weight",
-    "layers.*.mlp.up_proj.weight": "layers.*.mlp.up.weight",
-    "layers.*.mlp.down_proj.weight": "layers.*.mlp.down.weight",
-    "layers.*.input_layernorm.weight": "layers.*.attention_norm.scale",
-    "layers.*.post_attention_layernorm.weight": "layers.*.mlp_norm.scale",
-    "norm.weight": "norm.scale",
-}
-_ADAPTIVE = {
+    "layers.*.self_attn.q_proj": "layers.*.attention.query",
+    "layers.*.self_attn.k_proj": "layers.*.attention.key",
+    "layers.*.self_attn.v_proj": "layers.*.attention.value",
+    "layers.*.self_attn.o_proj": "layers.*.attention.output",
+    "layers.*.mlp.gate_proj": "layers.*.mlp.gate",
+    "layers.*.mlp.up_proj": "layers.*.mlp.up",
+    "layers.*.mlp.down_proj": "layers.*.mlp.down",
     "layers.*.input_layernorm.dense": "layers.*.attention_norm.modulation",
     "layers.*.post_attention_layernorm.dense": "layers.*.mlp_norm.modulation",
     "norm.dense": "norm.modulation",
+}
+_GEMMA_SCALES = {
+    "layers.*.input_layernorm.weight": "layers.*.attention_norm.scale",
+    "layers.*.post_attention_layernorm.weight": "layers.*.mlp_norm.scale",
+    "norm.weight": "norm.scale",
 }
 # The same modules as in the JAX tree.
 SUFFIX = {
@@ -60,36 +60,31 @@ SUFFIX = {
     "time_mlp_in": "time_in",
     "time_mlp_out": "time_out",
 }
-
-
-def _with_leaves(table: Mapping[str, str], theirs: str, ours: str) -> dict[str, str]:
-    """Return rows for the weight and the bias of each module."""
-    return {
-        f"{theirs}{their}.{leaf}": f"{ours}{our}.{leaf}"
-        for their, our in table.items()
-        for leaf in ("weight", "bias")
-    }
-
-
+_EXPERTS = {_VLM_TREE: "vlm.", _EXPERT_TREE: "action_expert."}
+_MODULES = [
+    *((_VISION_TREE + theirs, f"vision.{ours}") for theirs, ours in _VISION.items()),
+    (f"{_PALIGEMMA}multi_modal_projector.linear", "vision.head"),
+    *((tree + t, expert + ours) for tree, expert in _EXPERTS.items() for t, ours in _GEMMA.items()),
+    *((theirs, f"suffix.{ours}") for theirs, ours in SUFFIX.items()),
+]
 TABLE: dict[str, str] = {
-    **_with_leaves(_VISION, _VISION_TREE, "vision."),
-    f"{_VISION_TREE}embeddings.position_embedding.weight": "vision.position_embedding",
-    **_with_leaves({"multi_modal_projector.linear": "head"}, _PALIGEMMA, "vision."),
     EMBEDDING: "vlm.embedding.weight",
-    **{f"{_VLM_TREE}{theirs}": f"vlm.{ours}" for theirs, ours in _GEMMA.items()},
-    **{f"{_EXPERT_TREE}{theirs}": f"action_expert.{ours}" for theirs, ours in _GEMMA.items()},
-    **_with_leaves(_ADAPTIVE, _EXPERT_TREE, "action_expert."),
-    **_with_leaves(SUFFIX, "", "suffix."),
+    f"{_VISION_TREE}embeddings.position_embedding.weight": "vision.position_embedding",
+    **{f"{theirs}.{leaf}": f"{o}.{leaf}" for theirs, o in _MODULES for leaf in ("weight", "bias")},
+    **{tree + t: e + ours for tree, e in _EXPERTS.items() for t, ours in _GEMMA_SCALES.items()},
 }
 
 _NO_VOCABULARY = "the action expert has no vocabulary, so this is never used"
 _STATISTICS = "statistics of a data set, which belong in norm_stats.json"
 _TIED = "the output head is tied to the embedding table, which is kept once"
+# Beginnings of names that are deliberately not used, with the reason.
 _DROPPED = {
     "paligemma_with_expert.gemma_expert.lm_head.weight": _NO_VOCABULARY,
     f"{_EXPERT_TREE}embed_tokens.weight": _NO_VOCABULARY,
+    "normalize_inputs.": _STATISTICS,
+    "normalize_targets.": _STATISTICS,
+    "unnormalize_outputs.": _STATISTICS,
 }
-_STATISTICS_TREES = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
 
 # The module tree before `transformers` 4.52, which older LeRobot files have, below `paligemma`.
 _OLDER_TREE = {
@@ -100,8 +95,7 @@ _OLDER_TREE = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Translation:
+class Translation(NamedTuple):
     """Foreign names that are used, deliberately dropped, or unknown."""
 
     format: str
@@ -114,31 +108,31 @@ class Translation:
 
 def translate(names: Iterable[str]) -> Translation:
     """Sort foreign names; every one is in exactly one of the three groups."""
-    names = sorted(names)
-    plain = {name: _plain(name) for name in names}
+    plain = {name: _plain(name) for name in sorted(names)}
+    prefixed = any(name.startswith("model.") for name in plain)
+    found = Translation("lerobot" if prefixed else "openpi-pytorch", {}, {}, [], None)
     has_embedding = EMBEDDING in plain.values()
-    used: dict[str, str] = {}
-    dropped: dict[str, str] = {}
-    unknown: list[str] = []
-    output_head = None
-    for name in names:
-        if plain[name] == OUTPUT_HEAD and has_embedding:
-            dropped[name], output_head = _TIED, name
-        elif plain[name] in _DROPPED:
-            dropped[name] = _DROPPED[plain[name]]
-        elif plain[name].startswith(_STATISTICS_TREES):
-            dropped[name] = _STATISTICS
-        elif ours := _our_name(plain[name]):
-            if ours in used:
-                raise CheckpointError(
-                    f"{used[ours]} and {name} both are {ours}. Remove one of them from the file."
-                )
-            used[ours] = name
-        else:
-            unknown.append(name)
-    prefixed = any(name.startswith("model.") for name in names)
-    format_ = "lerobot" if prefixed else "openpi-pytorch"
-    return Translation(format_, used, dropped, unknown, output_head)
+    for name, known in plain.items():
+        reason = next((why for start, why in _DROPPED.items() if known.startswith(start)), None)
+        if known == OUTPUT_HEAD and has_embedding:
+            found, reason = found._replace(output_head=name), _TIED
+        if reason is not None:
+            found.dropped[name] = reason
+            continue
+        # The tied table may be stored under the name of the output head only.
+        layer = re.search(r"(?<=\.layers\.)\d+(?=\.)", known)
+        template = known if layer is None else f"{known[: layer.start()]}*{known[layer.end() :]}"
+        ours = TABLE.get(EMBEDDING if known == OUTPUT_HEAD else template)
+        if ours is None:
+            found.unknown.append(name)
+            continue
+        ours = ours if layer is None else ours.replace("*", layer[0])
+        if ours in found.used:
+            raise CheckpointError(
+                f"{found.used[ours]} and {name} both are {ours}. Remove one of them from the file."
+            )
+        found.used[ours] = name
+    return found
 
 
 def is_pytorch_name(name: str) -> bool:
@@ -153,14 +147,3 @@ def _plain(name: str) -> str:
         if older != name and older.startswith(old):
             return new + older.removeprefix(old)
     return name
-
-
-def _our_name(name: str) -> str | None:
-    if name == OUTPUT_HEAD:  # the tied table is stored under this name only
-        name = EMBEDDING
-    numbered = re.fullmatch(r"(.*\.layers\.)(\d+)(\..*)", name)
-    if numbered is None:
-        return TABLE.get(name)
-    before, number, after = numbered.groups()
-    template = TABLE.get(f"{before}*{after}")
-    return None if template is None else template.replace("*", number)

@@ -8,8 +8,8 @@ are all in memory; conversion holds one at a time, so the writer is here.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-import functools
 import json
 import math
 import os
@@ -43,15 +43,15 @@ _ALIGNMENT = 64  # of the first tensor, for readers that map the file
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class Entry(abc.ABC):
     """One tensor of a checkpoint, which is read on demand."""
 
     shape: Shape
     dtype: torch.dtype
-    # Fills a tensor of this shape, on any device and of any dtype.
-    read_into: Callable[[Tensor], None]
-    # Yields the flat values piece by piece in memory that is used again, for files that allow it.
-    chunks: Callable[[], Iterator[Tensor]] = lambda: iter(())
+
+    @abc.abstractmethod
+    def read_into(self, destination: Tensor) -> None:
+        """Fill a tensor of this shape, on any device and of any dtype."""
 
     def read(self, dtype: torch.dtype | None = None) -> Tensor:
         tensor = torch.empty(self.shape, dtype=dtype or self.dtype)
@@ -59,75 +59,86 @@ class Entry:
         return tensor
 
 
-class TensorFile:
-    """A safetensors file whose header was checked. Several threads may read at once."""
+class _File:
+    """A file that stays open: if it is replaced, this is still the one whose header was read."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        # Stays open: if the file is replaced, this is still the one whose header was read.
-        self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        weakref.finalize(self, os.close, self._descriptor)
-        try:
-            with safe_open(path, framework="pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{path} is not a whole safetensors file: {error}. The file is damaged or was not "
-                "copied completely; fetch or write it again."
-            ) from error
-        length = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
-        header = json.loads(os.pread(self._descriptor, length, 8))
-        header.pop("__metadata__", None)
-        self._begins = {name: 8 + length + row["data_offsets"][0] for name, row in header.items()}
-        ordered = sorted(header, key=lambda name: self._begins[name])
-        self.entries = {name: self._entry(name, header[name]) for name in ordered}
+        self.path, self.descriptor = path, os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.descriptor)
 
-    def _entry(self, name: str, row: Mapping[str, Any]) -> Entry:
-        if row["dtype"] not in DTYPES:
-            raise CheckpointError(
-                f"{name} in {self.path} has dtype {row['dtype']}; expected one of "
-                f"{', '.join(DTYPES)}."
-            )
-        return Entry(
-            tuple(row["shape"]),
-            DTYPES[row["dtype"]],
-            functools.partial(self._read_into, name),
-            functools.partial(self._chunks, name),
-        )
-
-    def _read_into(self, name: str, destination: Tensor) -> None:
-        entry = self.entries[name]
-        if not destination.is_contiguous():
-            destination.copy_(entry.read())
-            return
-        flat = destination.detach().view(-1)
-        if flat.dtype == entry.dtype and flat.device.type == "cpu":
-            self._fill(flat, self._begins[name])
-            return
-        start = 0
-        for chunk in entry.chunks():
-            flat[start : start + len(chunk)].copy_(chunk)
-            start += len(chunk)
-
-    def _chunks(self, name: str) -> Iterator[Tensor]:
-        """Yield the flat values, piece by piece in the same memory."""
-        entry = self.entries[name]
-        count, step = math.prod(entry.shape), CHUNK // entry.dtype.itemsize
-        buffer = torch.empty(min(count, step), dtype=entry.dtype)
-        for start in range(0, count, step):
-            chunk = buffer[: count - start]
-            self._fill(chunk, self._begins[name] + start * entry.dtype.itemsize)
-            yield chunk
-
-    def _fill(self, flat: Tensor, offset: int) -> None:
-        view, done = _bytes_of(flat), 0
-        while done < len(view):  # one call reads at most 2 GiB
-            count = os.preadv(self._descriptor, [view[done:]], offset + done)
+    def read_into(self, view: memoryview, offset: int) -> None:
+        while len(view):  # one call reads at most 2 GiB
+            count = os.preadv(self.descriptor, [view], offset)
             if count == 0:
                 raise CheckpointError(
                     f"{self.path} became shorter while it was read. Fetch or write it again."
                 )
-            done += count
+            view, offset = view[count:], offset + count
+
+
+@dataclasses.dataclass(frozen=True)
+class FileEntry(Entry):
+    """A tensor of a safetensors file. Several threads may read at once."""
+
+    file: _File
+    begin: int
+    # The name and the entry of another tensor that must hold the same values.
+    twin: tuple[str, FileEntry] | None = None
+
+    def read_into(self, destination: Tensor) -> None:
+        if self.twin is not None:
+            name, other = self.twin
+            same = (self.shape, self.dtype) == (other.shape, other.dtype)
+            if not same or not all(map(torch.equal, self.chunks(), other.chunks())):
+                raise CheckpointError(
+                    f"{name} differs from the embedding table, but π0-FAST's output head is the "
+                    "embedding table itself. The file is not of this model."
+                )
+        if not destination.is_contiguous():
+            destination.copy_(self.read())
+            return
+        flat = destination.detach().view(-1)
+        if flat.dtype == self.dtype and flat.device.type == "cpu":
+            self.file.read_into(_bytes_of(flat), self.begin)
+            return
+        start = 0
+        for chunk in self.chunks():
+            flat[start : start + len(chunk)].copy_(chunk)
+            start += len(chunk)
+
+    def chunks(self) -> Iterator[Tensor]:
+        """Yield the flat values, piece by piece in the same memory."""
+        count, step = math.prod(self.shape), CHUNK // self.dtype.itemsize
+        buffer = torch.empty(min(count, step), dtype=self.dtype)
+        for start in range(0, count, step):
+            chunk = buffer[: count - start]
+            self.file.read_into(_bytes_of(chunk), self.begin + start * self.dtype.itemsize)
+            yield chunk
+
+
+def read_tensor_file(path: Path) -> dict[str, FileEntry]:
+    """Return the tensors of a safetensors file in their order; only the header is read."""
+    file = _File(path)
+    try:
+        with safe_open(path, framework="pt"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path} is not a whole safetensors file: {error}. The file is damaged or was not "
+            "copied completely; fetch or write it again."
+        ) from error
+    length = int.from_bytes(os.pread(file.descriptor, 8, 0), "little")
+    header = json.loads(os.pread(file.descriptor, length, 8))
+    header.pop("__metadata__", None)
+    entries = {}
+    for name, row in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        if row["dtype"] not in DTYPES:
+            raise CheckpointError(
+                f"{name} in {path} has dtype {row['dtype']}; expected one of {', '.join(DTYPES)}."
+            )
+        begin = 8 + length + row["data_offsets"][0]
+        entries[name] = FileEntry(tuple(row["shape"]), DTYPES[row["dtype"]], file, begin)
+    return entries
 
 
 def write_tensor_file(
@@ -141,36 +152,28 @@ def write_tensor_file(
     With `read`, `tensors` only tell shapes and dtypes (they may be on the meta device), and the
     values are those that it returns for each name, one at a time.
     """
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    done = 0
-    with path.open("wb") as file:
-        file.write(_make_header(tensors))
-        for name, tensor in tensors.items():
-            values = (tensor if read is None else read(name)).detach().contiguous().view(-1)
-            for part in values.split(CHUNK // tensor.dtype.itemsize):
-                file.write(_bytes_of(part.cpu()))
-            done += tensor.nbytes
-            progress(done, total, name)
-
-
-def _make_header(tensors: Mapping[str, Tensor]) -> bytes:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
+    total = 0
     for name, tensor in tensors.items():
         if tensor.dtype not in _NAMES:
             raise ValueError(
                 f"{name} has dtype {tensor.dtype}; expected one of {', '.join(map(str, _NAMES))}."
             )
-        end = offset + tensor.nbytes
         header[name] = {
             "dtype": _NAMES[tensor.dtype],
             "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
+            "data_offsets": [total, total + tensor.nbytes],
         }
-        offset = end
+        total += tensor.nbytes
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % _ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, tensor in tensors.items():
+            values = (tensor if read is None else read(name)).detach().contiguous().view(-1)
+            for part in values.split(CHUNK // tensor.dtype.itemsize):
+                file.write(_bytes_of(part.cpu()))
+            progress(header[name]["data_offsets"][1], total, name)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
