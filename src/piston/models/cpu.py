@@ -97,15 +97,7 @@ def _mkl_product() -> Callable[..., None] | None:
 _scratch = threading.local()
 
 
-def _scratch_memory(size: int) -> Float[Tensor, " n"]:
-    """Return memory that each thread keeps: page faults of new memory cost more than a product."""
-    memory: Tensor | None = getattr(_scratch, "memory", None)
-    if memory is None or memory.numel() < size:
-        memory = _scratch.memory = torch.empty(max(size, _PART))
-    return memory[:size]
-
-
-def multiply(a: Float[Tensor, "m k"], b: Float[Tensor, "k n"], out: Float[Tensor, "m n"]) -> None:
+def _multiply(a: Float[Tensor, "m k"], b: Float[Tensor, "k n"], out: Float[Tensor, "m n"]) -> None:
     """Write the float32 product of two bfloat16 matrices to `out`, which is contiguous."""
     product = _mkl_product()
     assert product is not None
@@ -123,100 +115,72 @@ def _layout(matrix: Tensor) -> tuple[int, int]:
     return _TRANSPOSED, by_columns
 
 
-def multiply_rounded(
-    a: Float[Tensor, "m k"], b: Float[Tensor, "k n"], bias: Float[Tensor, " n"] | None = None
-) -> Float[Tensor, "m n"]:
-    """Return a · b (+ bias in every row) in bfloat16, computed in parts along its longer side."""
+@torch.library.custom_op(
+    "piston::tile_product",
+    mutates_args=(),
+    device_types="cpu",
+    schema="(Tensor a, Tensor b, Tensor? bias, ScalarType dtype) -> Tensor",
+)
+def tile_product(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return a (m, k) · b (k, n) + bias (n) in `dtype`; a and b are rounded to bfloat16 before."""
     rows, columns = len(a), b.shape[1]
-    out = a.new_empty(rows, columns)
-    if out.numel() == 0:
+    out = a.new_empty(rows, columns, dtype=dtype)
+    if not a.numel() or not b.numel():
+        return out.zero_()
+    # Dense matrices keep their layout, be it transposed.
+    a, b = a.to(torch.bfloat16), b.to(torch.bfloat16)
+    a, b = (x if x.t().is_contiguous() else x.contiguous() for x in (a, b))
+    if dtype == torch.float32 and bias is None:
+        _multiply(a, b, out)
         return out
+    # Otherwise in parts along the longer side, which are rounded while they are in the cache.
     size = max(1, _PART // min(rows, columns))
     everything = slice(None)
     for start in range(0, max(rows, columns), size):
         piece = slice(start, start + size)
         of_a, of_b = (everything, piece) if columns >= rows else (piece, everything)
         place = out[of_a, of_b]
-        part = _scratch_memory(place.numel()).view(place.shape)
-        multiply(a[of_a], b[:, of_b], part)
+        # Each thread keeps its memory: page faults of new memory cost more than a product.
+        memory: Tensor | None = getattr(_scratch, "memory", None)
+        if memory is None or memory.numel() < place.numel():
+            memory = _scratch.memory = torch.empty(max(place.numel(), _PART))
+        part = memory[: place.numel()].view(place.shape)
+        _multiply(a[of_a], b[:, of_b], part)
         if bias is not None:
             part += bias[of_b]
         place.copy_(part)
     return out
 
 
-@torch.library.custom_op(
-    "piston::tile_linear",
-    mutates_args=(),
-    device_types="cpu",
-    schema="(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
-)
-def tile_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x · weightᵀ + bias for a bfloat16 x; the others may have another dtype."""
-    product = multiply_rounded(_as_rows(x), _as_rows(weight).t(), bias)
-    return product.view(*x.shape[:-1], len(weight))
-
-
-@torch.library.custom_op(
-    "piston::tile_linear_backward",
-    mutates_args=(),
-    device_types="cpu",
-    schema="(Tensor gradient, Tensor x, Tensor weight, bool needs_x, bool needs_weight)"
-    " -> (Tensor, Tensor)",
-)
-def tile_linear_backward(
-    gradient: Tensor, x: Tensor, weight: Tensor, needs_x: bool, needs_weight: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and of the weight, each empty if not needed."""
-    rows = _as_rows(gradient)
-    of_x, of_weight = x.new_empty(0), weight.new_empty(0)
-    if needs_x:
-        of_x = multiply_rounded(rows, _as_rows(weight)).view(x.shape)
-    if needs_weight:
-        product = torch.empty(weight.shape)
-        if rows.numel():
-            multiply(rows.t(), _as_rows(x), product)
-        else:
-            product.zero_()
-        of_weight = product.to(weight.dtype)
-    return of_x, of_weight
-
-
-def _as_rows(x: Float[Tensor, "*b i"]) -> Float[Tensor, "m i"]:
-    """Return contiguous rows of bfloat16."""
-    return x.reshape(-1, x.shape[-1]).to(torch.bfloat16).contiguous()
-
-
-@tile_linear.register_fake
-def _shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # noqa: ARG001
-    return x.new_empty(*x.shape[:-1], len(weight))
-
-
-@tile_linear_backward.register_fake
-def _shapes(
-    gradient: Tensor,  # noqa: ARG001
-    x: Tensor,
-    weight: Tensor,
-    needs_x: bool,
-    needs_weight: bool,
-) -> tuple[Tensor, Tensor]:
-    of_weight = weight.new_empty(weight.shape if needs_weight else 0)
-    return x.new_empty(x.shape if needs_x else 0), of_weight
+@tile_product.register_fake
+def _shape(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:  # noqa: ARG001
+    return a.new_empty(len(a), b.shape[1], dtype=dtype)
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
-    x, weight, bias = inputs
-    ctx.save_for_backward(x, weight)
+    a, b, bias, _ = inputs
+    ctx.save_for_backward(a, b)
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-    of_x, of_weight = tile_linear_backward(gradient, *ctx.saved_tensors, needs_x, needs_weight)
-    of_bias = None
-    if needs_bias:
-        of_bias = gradient.flatten(0, -2).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-    return of_x if needs_x else None, of_weight if needs_weight else None, of_bias
+    a, b = ctx.saved_tensors
+    of_a = of_b = of_bias = None
+    if ctx.needs_input_grad[0]:
+        of_a = tile_product(gradient, b.t(), None, a.dtype)
+    if ctx.needs_input_grad[1]:
+        of_b = tile_product(a.t(), gradient, None, b.dtype)
+    if ctx.needs_input_grad[2]:
+        of_bias = gradient.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+    return of_a, of_b, of_bias, None
 
 
-tile_linear.register_autograd(_backward, setup_context=_save_inputs)
+tile_product.register_autograd(_backward, setup_context=_save_inputs)
+
+
+def tile_linear(
+    x: Float[Tensor, "*b i"], weight: Float[Tensor, "o i"], bias: Float[Tensor, " o"] | None
+) -> Float[Tensor, "*b o"]:
+    """Return x · weightᵀ + bias for a bfloat16 x; the others may have another dtype."""
+    product = tile_product(x.reshape(-1, x.shape[-1]), weight.t(), bias, torch.bfloat16)
+    return product.view(*x.shape[:-1], len(weight))
