@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from piston.models import masks
-from piston.models.masks import Packing
+from piston.models.masks import Packing, TokenGroup
 
 rows = st.integers(1, 9).flatmap(
     lambda size: st.lists(
@@ -58,7 +58,8 @@ def test_packing_keeps_valid_tokens_in_order_and_unpacks_them(valid):
 
 
 def test_drawing():
-    groups = [("images", False), ("prompt", False), ("state", True), ("actions", True)]
+    groups = [TokenGroup(name) for name in ("images", "prompt")]
+    groups += [TokenGroup(name, starts_block=True) for name in ("state", "actions")]
     assert masks.draw(groups) == (
         "        images prompt state actions\n"
         "images    ■      ■      ·      ·\n"
@@ -66,4 +67,5 @@ def test_drawing():
         "state     ■      ■      ■      ·\n"
         "actions   ■      ■      ■      ■"
     )
-    assert "◣" in masks.draw([("prompt", False), ("words", True)], causal=("words",))
+    words = TokenGroup("words", starts_block=True, is_causal=True)
+    assert "◣" in masks.draw([TokenGroup("prompt"), words])

@@ -63,7 +63,7 @@ def test_prefix_tokens_and_output_where_valid(case, model):
 
 def test_masks_and_positions_of_the_padded_sequence(case, model):
     packing = model.embed_prefix(case.observation()).packing
-    starts = model.suffix.starts_block(torch.device("cpu"))
+    starts = model.starts_block(torch.device("cpu"))
     batch, prefix_length = packing.valid.shape
     valid = torch.cat((packing.valid, torch.ones(batch, len(starts), dtype=torch.bool)), 1)
     starts = torch.cat((torch.zeros(prefix_length, dtype=torch.bool), starts))[None]

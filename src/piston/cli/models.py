@@ -87,11 +87,9 @@ def _summary(what: Annotated[str, tyro.conf.Positional]) -> None:
     screen.print(f"[bold]{what}[/bold]  {config.family}, {source}\n")
     screen.print(_parts(model))
     screen.print(_tokens(model))
-    groups = model.token_groups()[len(config.cameras) :]
-    attending = [("images", False), *((group.name, group.starts_block) for group in groups)]
-    mask = masks.draw(attending, causal=[group.name for group in groups if group.is_causal])
+    groups = [masks.TokenGroup("images"), *model.token_groups()[len(config.cameras) :]]
     screen.print("\nattention (a row attends to the marked columns)", style="bold")
-    screen.print(mask + "\n", highlight=False)
+    screen.print(masks.draw(groups) + "\n", highlight=False)
     screen.print(_memory(model))
 
 

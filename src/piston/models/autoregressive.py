@@ -9,20 +9,19 @@ Dims: b batch, l prompt length, s packed tokens, m predicted words, d width, v v
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from piston.models import masks
 from piston.models.configs import Pi0FASTConfig
 from piston.models.gemma import Mask, Rope
-from piston.models.integrator import Guidance
-from piston.models.model import Model, TokenGroup
+from piston.models.masks import TokenGroup
+from piston.models.model import ActOptions, Model
 from piston.models.precision import linear_in_float32
-from piston.observation import Actions, Observation, send
+from piston.observation import Observation, send
 
 _PADDING_ID = 0
 _END_ID = 1
@@ -30,9 +29,6 @@ _END_ID = 1
 
 class Pi0FAST(Model):
     config: Pi0FASTConfig
-
-    def __init__(self, config: Pi0FASTConfig) -> None:
-        super().__init__(config)
 
     def training_losses(
         self,
@@ -65,31 +61,15 @@ class Pi0FAST(Model):
         counts = send(loss_mask[:, 1:].sum(1).clamp(min=1), words.device)
         return {"tokens": total / counts}
 
-    @torch.no_grad()
-    def act(
-        self,
-        observation: Observation,
-        noise: Tensor | None = None,
-        *,
-        num_steps: int | None = None,
-        guidance: Guidance | None = None,
-        visit: Callable[[Actions], object] | None = None,
-        generator: torch.Generator | None = None,
-        temperature: float = 0.0,
-    ) -> Int[Tensor, "b steps"]:
+    def act_with(self, observation: Observation, options: ActOptions) -> Int[Tensor, "b steps"]:
         """Continue each prompt until its end token; the row is then filled up with zeros.
 
         Decoding ends when every row has ended, or after `num_steps` tokens (by default those of the
-        configuration). Temperature 0 takes the likeliest token.
+        configuration).
         """
-        num_steps = self.config.max_decoding_steps if num_steps is None else num_steps
-        if num_steps < 1 or not 0 <= temperature < math.inf:
-            raise ValueError(
-                f"num_steps must be at least 1 and temperature a number of at least 0, found "
-                f"{num_steps} and {temperature}."
-            )
-        if not (noise is None and guidance is None and visit is None):
+        if not (options.noise is None and options.guidance is None and options.visit is None):
             raise ValueError("π0-FAST does not denoise: it can use no noise, guidance or visit.")
+        num_steps = options.num_steps or self.config.max_decoding_steps
         prefix = self.embed_prefix(observation)
         packing = prefix.packing
         mask = _prompt_mask(packing, observation.token_ar_mask)
@@ -97,12 +77,15 @@ class Pi0FAST(Model):
         lengths = packing.valid.sum(1)
         rows = torch.arange(len(lengths), device=lengths.device)
         output = output[rows, lengths.clamp(min=1) - 1]
-        mask = _decoding_mask(packing, num_steps)
+        mask = None  # a new word attends to its row's prefix and the words before it
+        if packing.lengths is not None:
+            valid = masks.left_aligned(packing.lengths, packing.size)
+            mask = torch.cat((valid, valid.new_ones(len(valid), num_steps)), dim=1)[:, None]
 
         tokens: list[Int[Tensor, " b"]] = []
         ended = torch.zeros_like(lengths, dtype=torch.bool)
         while True:
-            token = choose(self.logits(output), temperature, generator)
+            token = choose(self.logits(output), options.temperature, options.generator)
             tokens.append(token.masked_fill(ended, _PADDING_ID))
             ended = ended | (token == _END_ID)
             step = len(tokens)
@@ -120,16 +103,8 @@ class Pi0FAST(Model):
         return linear_in_float32(output, self.vlm.embedding.weight)
 
     def token_groups(self) -> list[TokenGroup]:
-        codes = TokenGroup("codes", None, "generated one by one", True, is_causal=True)
+        codes = TokenGroup("codes", None, "generated one by one", starts_block=True, is_causal=True)
         return [*super().token_groups(), codes]
-
-
-def _decoding_mask(packing: masks.Packing, num_steps: int) -> Bool[Tensor, "b 1 t"] | None:
-    """Return which tokens a new word attends to: its row's prefix and the words before it."""
-    if packing.lengths is None:
-        return None
-    prefix = masks.left_aligned(packing.lengths, packing.size)
-    return torch.cat((prefix, prefix.new_ones(len(prefix), num_steps)), dim=1)[:, None]
 
 
 def _prompt_mask(packing: masks.Packing, starts_block: Int[Tensor, "b l"] | None) -> Mask:

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -27,8 +28,9 @@ from torch import Tensor, nn
 from piston.models import masks
 from piston.models.configs import Pi0Config
 from piston.models.gemma import Expert, KVCache, Mask, Modulation, Rope
-from piston.models.integrator import Guidance, integrate
-from piston.models.model import Model, TokenGroup
+from piston.models.integrator import integrate
+from piston.models.masks import TokenGroup
+from piston.models.model import ActOptions, Model
 from piston.observation import Actions, Observation
 
 _MIN_PERIOD, _MAX_PERIOD = 4e-3, 4.0
@@ -46,28 +48,17 @@ def embed_time(time: Float[Tensor, " k"], width: int) -> Float[Tensor, "k d"]:
 class TokenSuffix(nn.Module):
     """π0: one state token, then the actions, each mixed with time."""
 
-    # Whether the suffix is more than one block of the attention mask.
-    has_blocks = True
+    # Whether the state is a token, and a block of the attention mask, before the actions.
+    has_state = True
 
     def __init__(self, config: Pi0Config) -> None:
         super().__init__()
-        self.horizon, self.width = config.action_horizon, config.action_expert.width
+        self.width = config.action_expert.width
         self.state = nn.Linear(config.action_dim, self.width)
         self.action_in = nn.Linear(config.action_dim, self.width)
         self.time_action_in = nn.Linear(2 * self.width, self.width)
         self.time_action_out = nn.Linear(self.width, self.width)
         self.action_out = nn.Linear(self.width, config.action_dim)
-
-    def check_state(self, state: Tensor) -> None:
-        if state.ndim != 2 or state.shape[1] != self.state.in_features:
-            raise ValueError(
-                f"state has shape {tuple(state.shape)}, expected (batch, {self.state.in_features}):"
-                " π0 reads a state as wide as its actions. Pad it with zeros."
-            )
-
-    def starts_block(self, device: torch.device) -> Bool[Tensor, " s"]:
-        """Return which tokens start a block: the state and the first action."""
-        return torch.arange(self.horizon + 1, device=device) < 2
 
     def condition(self, time: Float[Tensor, " k"]) -> Float[Tensor, "k d"]:
         """Return the part of `time_action_in` that depends on time alone."""
@@ -89,22 +80,15 @@ class TokenSuffix(nn.Module):
 class AdaptiveSuffix(nn.Module):
     """π0.5: the actions alone; the state is in the prompt, and time conditions the norms."""
 
-    has_blocks = False
+    has_state = False
 
     def __init__(self, config: Pi0Config) -> None:
         super().__init__()
-        self.horizon, self.width = config.action_horizon, config.action_expert.width
+        self.width = config.action_expert.width
         self.action_in = nn.Linear(config.action_dim, self.width)
         self.time_in = nn.Linear(self.width, self.width)
         self.time_out = nn.Linear(self.width, self.width)
         self.action_out = nn.Linear(self.width, config.action_dim)
-
-    def check_state(self, state: Tensor) -> None:
-        """Accept any state: the model reads it from the prompt."""
-
-    def starts_block(self, device: torch.device) -> Bool[Tensor, " s"]:
-        """Return which tokens start a block: the first action."""
-        return torch.arange(self.horizon, device=device) < 1
 
     def condition(self, time: Float[Tensor, " k"]) -> Float[Tensor, "k d"]:
         hidden = nn.functional.silu(self.time_in(embed_time(time, self.width)))
@@ -143,8 +127,7 @@ class PrefixCache:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Condition:
+class Condition(NamedTuple):
     """All that depends on time alone, for one time per row."""
 
     vector: Float[Tensor, "k d"]
@@ -217,25 +200,17 @@ class Pi0(Model):
         velocity = self.velocity(noisy_actions.flatten(0, 1), time.flatten(), cache)
         return (velocity.view(noise.shape) - (noise - actions[:, None])).square()
 
-    @torch.no_grad()
-    def act(
-        self,
-        observation: Observation,
-        noise: Tensor | None = None,
-        *,
-        num_steps: int | None = None,
-        guidance: Guidance | None = None,
-        visit: Callable[[Actions], object] | None = None,
-        generator: torch.Generator | None = None,
+    def act_with(
+        self, observation: Observation, options: ActOptions
     ) -> Actions | Float[Tensor, "b n h a"]:
         """Integrate the velocity from noise to actions, in 10 steps by default."""
-        num_steps = 10 if num_steps is None else num_steps
-        if num_steps < 1:
-            raise ValueError(f"num_steps must be at least 1, is {num_steps}.")
-        batch = observation.batch_size
+        if options.temperature:
+            raise ValueError(f"{self.config.family} decodes no tokens: it can use no temperature.")
+        noise, num_steps, batch = options.noise, options.num_steps or 10, observation.batch_size
         if noise is None:
-            noise = self.draw(batch, generator=generator)["noise"][:, 0].to(observation.device)
-        candidates = noise.shape[1:-2]
+            drawn = self.draw(batch, generator=options.generator)["noise"]
+            noise = drawn[:, 0].to(observation.device)
+        candidates, guidance = noise.shape[1:-2], options.guidance
         self._check_chunk("noise", noise, (batch, *candidates))
         cache = self.prefill(observation)
         if candidates:
@@ -247,25 +222,35 @@ class Pi0(Model):
             return self.velocity(actions, condition.at(step), cache)
 
         start = noise.flatten(0, 1) if candidates else noise
+        visit = options.visit or (lambda _: None)
         return integrate(velocity, start, num_steps, guidance, visit).view(noise.shape)
 
     def prefill(self, observation: Observation) -> PrefixCache:
         """Run images and prompt through the VLM; the cache has room for the suffix behind them."""
-        self.suffix.check_state(observation.state)
-        prefix, state = self.embed_prefix(observation), observation.state
-        packing, head_dim = prefix.packing, self.config.vlm.head_dim
-        starts_block = self.suffix.starts_block(state.device)
+        state, width = observation.state, self.config.action_dim
+        if self.suffix.has_state and state.shape[1:] != (width,):
+            raise ValueError(
+                f"state has shape {tuple(state.shape)}, expected (batch, {width}): π0 reads a "
+                "state as wide as its actions. Pad it with zeros."
+            )
+        prefix, starts_block = self.embed_prefix(observation), self.starts_block(state.device)
+        size, lengths = prefix.packing.size, prefix.packing.lengths
         # In training the suffix's keys carry gradients and are kept in longer caches of their own.
-        room = 0 if torch.is_grad_enabled() else packing.size + len(starts_block)
+        room = 0 if torch.is_grad_enabled() else size + len(starts_block)
         caches = self.vlm.prefill(*self.vlm_inputs(prefix, room))
 
-        lengths = packing.lengths
-        behind = packing.size if lengths is None else lengths[:, None]
+        behind = size if lengths is None else lengths[:, None]
         steps = torch.arange(len(starts_block), device=state.device)[None]
+        rope = Rope.at(behind + steps, self.config.vlm.head_dim)
         mask = None
-        if self.suffix.has_blocks or lengths is not None:
-            mask = masks.suffix_mask(lengths, packing.size, starts_block)
-        return PrefixCache(caches, state.float(), Rope.at(behind + steps, head_dim), mask)
+        if self.suffix.has_state or lengths is not None:
+            mask = masks.suffix_mask(lengths, size, starts_block)
+        return PrefixCache(caches, state.float(), rope, mask)
+
+    def starts_block(self, device: torch.device) -> Bool[Tensor, " s"]:
+        """Return which suffix tokens start a block: the state, if any, and the first action."""
+        before = int(self.suffix.has_state)
+        return torch.arange(before + self.config.action_horizon, device=device) <= before
 
     def velocity(
         self, noisy_actions: Tensor, time: Tensor | Condition, cache: PrefixCache
@@ -313,10 +298,11 @@ class Pi0(Model):
         return [name for name, _ in self.named_parameters() if name.startswith(tail)]
 
     def token_groups(self) -> list[TokenGroup]:
+        groups = super().token_groups()
+        if self.suffix.has_state:
+            groups.append(TokenGroup("state", 1, "suffix", starts_block=True))
         horizon, source = self.config.action_horizon, "suffix, one per step of the chunk"
-        actions = TokenGroup("actions", horizon, source, starts_block=True)
-        state = [TokenGroup("state", 1, "suffix", starts_block=True)]
-        return [*super().token_groups(), *(state if self.suffix.has_blocks else []), actions]
+        return [*groups, TokenGroup("actions", horizon, source, starts_block=True)]
 
     def _check_chunk(self, name: str, value: Tensor, rows: tuple[int, ...]) -> None:
         expected = (*rows, self.config.action_horizon, self.config.action_dim)

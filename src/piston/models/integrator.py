@@ -29,6 +29,7 @@ from piston.observation import Actions
 Jacobian = Literal["full", "identity"]
 # The velocity of noisy actions at the given step of the integrator.
 Velocity = Callable[[Actions, int], Actions]
+Visit = Callable[[Actions], object]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +76,7 @@ def integrate(
     noise: Float[Tensor, "b h a"],
     num_steps: int,
     guidance: Guidance | None = None,
-    visit: Callable[[Actions], object] | None = None,
+    visit: Visit = lambda _: None,
 ) -> Actions:
     """Integrate from noise (time 1) to actions (time 0) in equal Euler steps.
 
@@ -83,25 +84,19 @@ def integrate(
     """
     actions = noise.float()
     for step in range(num_steps):
-        if visit is not None:
-            visit(actions)
+        visit(actions)
         if guidance is None:
             direction = velocity(actions, step)
         else:
             direction = _guided_velocity(velocity, actions, step, num_steps, guidance)
         actions = actions - direction / num_steps
-    if visit is not None:
-        visit(actions)
+    visit(actions)
     return actions
 
 
 def _guided_velocity(
-    velocity: Velocity,
-    actions: Float[Tensor, "b h a"],
-    step: int,
-    num_steps: int,
-    guidance: Guidance,
-) -> Float[Tensor, "b h a"]:
+    velocity: Velocity, actions: Actions, step: int, num_steps: int, guidance: Guidance
+) -> Actions:
     """Return the velocity, corrected towards the previous chunk."""
     time = 1 - step / num_steps
     through_network = guidance.jacobian == "full"
@@ -111,13 +106,10 @@ def _guided_velocity(
         clean = start - time * plain
     error = guidance.weights[..., None] * (guidance.previous - clean.detach())
     correction = torch.autograd.grad(clean, start, error)[0] if through_network else error
-    return plain.detach() - _strength(time, guidance.max_weight) * correction
-
-
-def _strength(time: float, max_weight: float) -> float:
-    """Return (1 − τ) / (τ · r²) with τ = 1 − time, bounded; at the first step τ is 0."""
+    # (1 − τ) / (τ · r²) with τ = 1 − time, bounded; at the first step τ is 0.
     progress = 1 - time
-    if progress == 0:
-        return max_weight
-    spread = time**2 / (progress**2 + time**2)
-    return min(max_weight, time / (progress * spread))
+    strength = guidance.max_weight
+    if progress > 0:
+        spread = time**2 / (progress**2 + time**2)
+        strength = min(strength, time / (progress * spread))
+    return plain.detach() - strength * correction

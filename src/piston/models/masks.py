@@ -21,7 +21,9 @@ Dims: b batch, l padded length, p packed length, t tokens, s suffix tokens, d wi
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -122,20 +124,29 @@ def suffix_mask(
     return block_mask(valid, starts[None])[:, prefix_size:]
 
 
-def draw(groups: Sequence[tuple[str, bool]], causal: Sequence[str] = ()) -> str:
-    """Return the mask as text, one row and column per group of tokens: (name, starts a block).
+class TokenGroup(NamedTuple):
+    """Consecutive tokens of one kind, for descriptions of a model."""
+
+    name: str
+    # At most this many tokens; None: they are part of the prompt.
+    size: int | None = None
+    source: str = ""
+    # Whether the first token starts a block of the attention mask, and whether each one does.
+    starts_block: bool = False
+    is_causal: bool = False
+
+
+def draw(groups: Sequence[TokenGroup]) -> str:
+    """Return the mask as text, one row and column per group of tokens.
 
     ■ attends, · does not, ◣ attends to itself and to what came before it in a causal group.
     """
-    valid = torch.ones(1, len(groups), dtype=torch.bool)
-    mask = block_mask(valid, torch.tensor([[starts for _, starts in groups]]))[0].tolist()
-    names = [name for name, _ in groups]
-    margin = max(map(len, names))
-    lines = [" ".join((" " * margin, *names))]
-    for i, row in enumerate(names):
-        cells = [
-            ("◣" if i == j and row in causal else "■" if mask[i][j] else "·").center(len(name))
-            for j, name in enumerate(names)
-        ]
-        lines.append(" ".join((row.ljust(margin), *cells)).rstrip())
+    blocks = list(itertools.accumulate(group.starts_block for group in groups))
+    margin = max(len(group.name) for group in groups)
+    lines = [" ".join((" " * margin, *(group.name for group in groups)))]
+    for i, row in enumerate(groups):
+        cells = ["■" if block <= blocks[i] else "·" for block in blocks]
+        cells[i] = "◣" if row.is_causal else "■"
+        columns = (cell.center(len(group.name)) for cell, group in zip(cells, groups))
+        lines.append(" ".join((row.name.ljust(margin), *columns)).rstrip())
     return "\n".join(lines)

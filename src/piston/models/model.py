@@ -8,8 +8,10 @@ Dims: b batch, c cameras, n noise draws or candidates, h horizon, a action dim, 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -18,9 +20,10 @@ from torch import Tensor, nn
 from piston.models import masks
 from piston.models.configs import ModelConfig
 from piston.models.gemma import Expert, KVCache, Mask, Rope, Tokens
-from piston.models.integrator import Guidance
+from piston.models.integrator import Guidance, Visit
+from piston.models.masks import TokenGroup
 from piston.models.siglip import VisionTower, to_unit_range
-from piston.observation import Actions, Image, Observation, send
+from piston.observation import Image, Observation, send
 
 
 class Prefix(NamedTuple):
@@ -30,16 +33,30 @@ class Prefix(NamedTuple):
     packing: masks.Packing
 
 
-class TokenGroup(NamedTuple):
-    """Consecutive tokens of one kind, for descriptions of a model."""
+@dataclasses.dataclass(frozen=True)
+class ActOptions:
+    """How actions are computed. A model refuses what it cannot use."""
 
-    name: str
-    # At most this many tokens; None: they are part of the prompt.
-    size: int | None
-    source: str
-    # Whether the first token starts a block of the attention mask, and whether each one does.
-    starts_block: bool = False
-    is_causal: bool = False
+    # Of a model that denoises, what to start from, (b, h, a); by default drawn with `generator`. As
+    # (b, n, h, a) it gives n candidates, which share one prefix.
+    noise: Tensor | None = None
+    # Steps of the integrator, or at most so many decoded tokens; None is the model's usual number.
+    num_steps: int | None = None
+    generator: torch.Generator | None = None
+    # Towards the previous chunk.
+    guidance: Guidance | None = None
+    # Is called with the noisy actions before each step of the integrator, and with the result.
+    visit: Visit | None = None
+    # Of decoding; 0 takes the likeliest token.
+    temperature: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.num_steps is not None and self.num_steps < 1:
+            raise ValueError(f"num_steps must be at least 1, is {self.num_steps}.")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(
+                f"temperature must be a number of at least 0, found {self.temperature}."
+            )
 
 
 class Model(nn.Module, abc.ABC):
@@ -81,24 +98,17 @@ class Model(nn.Module, abc.ABC):
         padding. `draws` are those of `draw`; losses are averaged over several of them.
         """
 
-    @abc.abstractmethod
-    def act(
-        self,
-        observation: Observation,
-        noise: Tensor | None = None,
-        *,
-        num_steps: int | None = None,
-        guidance: Guidance | None = None,
-        visit: Callable[[Actions], object] | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Actions | Float[Tensor, "b n h a"] | Int[Tensor, "b steps"]:
+    @torch.no_grad()
+    def act(self, observation: Observation, noise: Tensor | None = None, **options: Any) -> Tensor:
         """Return a chunk of actions per sample, or the tokens that stand for it.
 
-        `num_steps` limits the steps of the integrator or the tokens that are decoded. For models
-        that denoise: `noise` (b, h, a) to start from (drawn with `generator` by default; as (b, n,
-        h, a) it gives n candidates, which share one prefix), `guidance` towards the previous chunk,
-        and `visit`, which is called with the noisy actions before each step and with the result.
+        `options` are those of `ActOptions`. The result has the shape of the noise, or (b, steps).
         """
+        return self.act_with(observation, ActOptions(noise, **options))
+
+    @abc.abstractmethod
+    def act_with(self, observation: Observation, options: ActOptions) -> Tensor:
+        """Compute what `act` returns."""
 
     @property
     def experts(self) -> dict[str, Expert]:

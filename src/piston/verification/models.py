@@ -123,7 +123,7 @@ def _layout(model: Pi0, observation: Observation, arrays: _Arrays) -> Iterator[Q
     """Compare the prefix in its unpacked layout, where a token is valid."""
     prefix = model.embed_prefix(observation)
     valid = prefix.packing.valid
-    suffix = model.suffix.starts_block(observation.device)
+    suffix = model.starts_block(observation.device)
     starts = torch.cat((torch.zeros(valid.shape[1], dtype=torch.bool), suffix))
     everything = torch.cat((valid, valid.new_ones(len(valid), len(suffix))), dim=1)
     yield equal("attn_mask", masks.block_mask(everything, starts[None]), arrays["out/attn_mask"])

@@ -79,8 +79,10 @@ def open_checkpoint(location: str | Path, config: ModelConfig | None = None) -> 
     path = assets.resolve(location)
     tensors = _find_tensors(path)
     entries: Mapping[str, Entry]
-    format_, dropped, heads = "jax", {}, {}
+    dropped: dict[str, str] = {}
+    heads: dict[str, dict[str, int]] = {}
     if tensors.is_dir():
+        format_ = "jax"
         entries, unknown, heads = openpi_jax.read_arrays(tensors)
     else:
         format_, entries, unknown, dropped = _read_safetensors(tensors)

@@ -257,7 +257,8 @@ def _choose_size(
             "known size, and files of this format do not show its number of heads. Give the "
             "model's configuration."
         )
-    return kind(**{name: visible[name] for name in fields})
+    numbers: dict[str, Any] = {name: visible[name] for name in fields}
+    return kind(**numbers)
 
 
 def _disagreement(part: str, stated: VisionSize | GemmaSize) -> CheckpointError:

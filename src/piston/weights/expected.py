@@ -157,7 +157,7 @@ class _WithoutRandomFills(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        target = args[0] if args else (kwargs or {}).get("tensor")
+        target: Any = args[0] if args else (kwargs or {}).get("tensor")
         if getattr(func, "__name__", "") in _RANDOM_FILLS and target.is_meta:
             return target
         return func(*args, **(kwargs or {}))

@@ -118,7 +118,8 @@ for _theirs, (_kind, *_ours) in _MODULES.items():
         TABLE[_theirs + _ending] = Row(_layout, tuple(name + _leaf for name in _ours))
 
 
-class Slice(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Slice:
     """Where one of our tensors is in its JAX array, and how it is converted."""
 
     name: str
