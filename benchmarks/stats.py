@@ -38,7 +38,7 @@ class SyntheticColumns:
     def __init__(self, num_frames: int, episode_length: int) -> None:
         starts = np.arange(0, num_frames, episode_length)
         self.episode_bounds = np.stack([starts, np.append(starts[1:], num_frames)], axis=1)
-        self.episodes = tuple(types.SimpleNamespace(index=i) for i in range(len(starts)))
+        self.episodes = tuple(types.SimpleNamespace(index=i, tasks=()) for i in range(len(starts)))
         self.metadata: Any = types.SimpleNamespace(root="synthetic", tasks={})
         steps = np.random.default_rng(0).normal(0, 0.01, (num_frames, 14)).astype(np.float32)
         state = np.mod(np.cumsum(steps, axis=0), 1.0)

@@ -13,7 +13,6 @@ which then leaves them as they are.
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
 import hashlib
 import logging
@@ -84,22 +83,23 @@ class CachedFrames:
 
     def build(self) -> None:
         """Decode what is missing. Safe in several processes: one works, the others wait."""
-        with contextlib.ExitStack() as locks:
-            for folder in sorted(self.folders.values()):  # so that two processes cannot block
-                folder.mkdir(parents=True, exist_ok=True)
-                lock = filelock.FileLock(folder / "lock")
-                try:
-                    locks.enter_context(lock.acquire(timeout=0))
-                except filelock.Timeout:
-                    logger.info("Waiting for another process that builds %s", folder)
-                    locks.enter_context(lock.acquire())
+        if not self.missing():
+            return
+        folder = next(iter(self.folders.values())).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = filelock.FileLock(folder / "lock")
+        try:
+            held = lock.acquire(timeout=0)
+        except filelock.Timeout:
+            logger.info("Waiting for another process that builds %s", folder)
+            held = lock.acquire()
+        with held:
             if missing := self.missing():
-                self._decode(missing)
+                self._decode(missing, folder)
 
-    def _decode(self, missing: list[list[_Missing]]) -> None:
+    def _decode(self, missing: list[list[_Missing]], folder: Path) -> None:
         total = sum(episode.length for inside in missing for _, episode, _ in inside)
         num_bytes = total * self._pixels**2 * 3
-        folder = next(iter(self.folders.values())).parent
         if num_bytes > (free := shutil.disk_usage(folder).free):
             raise OSError(
                 f"The frame cache needs {num_bytes / 1e9:.1f} GB in {folder}, where only "

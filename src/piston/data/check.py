@@ -109,29 +109,27 @@ def _stored_columns(
     if not names:
         return frozenset(), []
     some, everywhere = frozenset.union(*names.values()), frozenset.intersection(*names.values())
-    problems = []
-    videos = {name for name, feature in metadata.features.items() if feature.dtype == "video"}
-    for key in dict.fromkeys((*metadata.features, *DERIVED)):
-        if key in everywhere or key in videos:
+    features, problems = metadata.features, []
+    for key in dict.fromkeys((*features, *DERIVED)):
+        if key in everywhere or (key in features and features[key].dtype == "video"):
             continue
-        camera = key if key in metadata.cameras else None
         if key in DERIVED:
-            declared = "not" if key in metadata.features else "neither declared nor"
+            declared = "not" if key in features else "neither declared nor"
             what = f"{declared} in every data file"
             problems.append(Problem("note", key, what, "computed from the list of episodes"))
         elif key in some:
             what = f"its data file has no column {key!r}, others have"
             problems += [
-                episode_problem(episode.index, what, camera)
+                episode_problem(episode.index, what, key if features[key].is_camera else None)
                 for episode in episodes
                 if key not in names.get(episode.data_path, {key})
             ]
-        elif camera:
+        elif features[key].is_camera:
             problems.append(Problem("warning", key, "declared, in no data file", CAMERA_IGNORED))
         else:
             consequence = "items lack it: training that uses it is not possible"
             problems.append(Problem("error", key, "declared, in no data file", consequence))
-    partly = (some - everywhere) & metadata.features.keys() - set(DERIVED)
+    partly = (some - everywhere) & features.keys() - set(DERIVED)
     return everywhere | partly, problems
 
 

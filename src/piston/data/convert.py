@@ -20,10 +20,9 @@ raw images are used as they are.
 import contextlib
 import dataclasses
 import importlib
-import io
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,10 +30,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from jaxtyping import UInt8
-from PIL import Image, UnidentifiedImageError
 
 from piston.data.check import bad_rows, inspect_files, left_out
-from piston.data.columns import image_bytes
+from piston.data.columns import decode_image, image_bytes
 from piston.data.dataset import LeRobotDataset
 from piston.data.encoding import VideoEncoding, encode_video, probe_video
 from piston.data.features import (
@@ -209,27 +207,26 @@ def _target_features(
 ) -> tuple[Features, tuple[str, ...]]:
     """Return the features that have data, bookkeeping last, and the names of the others."""
     features: Features = {}
-    ignored = []
-    for key, entry in metadata.info["features"].items():
+    ignored, root = [], metadata.root
+    for key, feature in metadata.features.items():
         if key in BOOKKEEPING:
             continue
-        dtype, shape = entry["dtype"], [int(size) for size in entry.get("shape") or [1]]
-        if key not in (metadata.cameras if dtype == "video" else stored):
+        if key not in (metadata.cameras if feature.dtype == "video" else stored):
             ignored.append(key)
-            logger.warning("%s: feature %r is declared but has no data", metadata.root, key)
+            logger.warning("%s: feature %r is declared but has no data", root, key)
             continue
-        features[key] = {"dtype": dtype, "shape": shape, "names": entry.get("names")}
-        if dtype != "video":
+        shape = list(feature.shape) or [1]
+        features[key] = {"dtype": feature.dtype, "shape": shape, "names": feature.names}
+        if feature.dtype != "video":
             continue
-        if metadata.features[key].video.get("video.is_depth_map"):
-            raise ValueError(f"{metadata.root}: {key} is a depth video, which cannot be converted")
-        path = next(episode.videos[key].path for episode in kept if key in episode.videos)
-        info, _ = probe_video(metadata.root / path, metadata.fps)
+        if feature.video.get("video.is_depth_map"):
+            raise ValueError(f"{root}: {key} is a depth video, which cannot be converted")
+        info, _ = probe_video(root / kept[0].videos[key].path, metadata.fps)
         found = [info["video.height"], info["video.width"], 3]
         if sorted(shape) != sorted(found):
             logger.warning(
                 "%s: %s is declared as %s, its frames are %s; the new set declares these",
-                *(metadata.root, key, shape, found),
+                *(root, key, shape, found),
             )
             features[key] |= {"shape": found, "names": IMAGE_NAMES}
     return features | {key: dict(entry) for key, entry in BOOKKEEPING.items()}, tuple(ignored)
@@ -348,12 +345,17 @@ def convert_aloha_hdf5(
             episodes.append((path.name, _hdf5_length(file, features), path))
 
     def convert(path: Path) -> None:
+        sentence = task if isinstance(task, str) else task(path)
         try:
-            _record(recorder, path, features, bgr, task if isinstance(task, str) else task(path))
-        except BaseException:
-            recorder.discard_episode()
-            raise
-        recorder.save_episode()
+            with _open_hdf5(path) as file:
+                for frame in _hdf5_frames(file, features, bgr):
+                    recorder.add_frame(frame, sentence)
+            recorder.save_episode()
+        except FrameError as error:
+            step = recorder.num_unsaved_frames
+            raise ValueError(f"{path}, step {step}: {error}") from error
+        finally:
+            recorder.discard_episode()  # what was not saved because of an error
 
     # Every file is looked at before anything is written. The first episode decides the features.
     _convert_each([(path.name, 0, path) for path in files], look, done.skipped, skip_broken)
@@ -368,16 +370,11 @@ def convert_aloha_hdf5(
 
 def episode_files(source: str | Path | Sequence[str | Path]) -> list[Path]:
     """Return the files in the order of their numbers: episode_2 before episode_10."""
-
-    def by_number(path: Path) -> list[Any]:
-        parts = re.split(r"(\d+)", path.stem)
-        return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
-
     if not isinstance(source, str | Path):
         files = [Path(path) for path in source]
     elif Path(source).is_dir():
         files = [path for path in Path(source).iterdir() if path.suffix in SUFFIXES]
-        files.sort(key=by_number)
+        files.sort(key=lambda path: re.sub(r"\d+", lambda number: f"{number[0]:0>20}", path.stem))
     else:
         files = [Path(source)]
     if missing := [str(path) for path in files if not path.is_file()]:
@@ -438,35 +435,29 @@ def _hdf5_length(file: Any, features: Features) -> int:
     return lengths["action"]
 
 
-def _record(recorder: Recorder, path: Path, features: Features, bgr: bool, sentence: str) -> None:
+def _hdf5_frames(file: Any, features: Features, bgr: bool) -> Iterator[dict[str, np.ndarray]]:
     try:
-        with _open_hdf5(path) as file:
-            states = {k: file[STATES[k]][:].astype(np.float32) for k in features if k in STATES}
-            cameras = {key: file[_hdf5_name(key)] for key in features if key not in STATES}
-            for step in range(len(states["action"])):
-                frame = {key: values[step] for key, values in states.items()}
-                for key, images in cameras.items():
-                    frame[key] = _hdf5_image(images, step)[:, :, :: -1 if bgr else 1]
-                try:
-                    recorder.add_frame(frame, sentence)
-                except FrameError as error:
-                    raise ValueError(f"{path}, step {step}: {error}") from error
+        states = {k: file[STATES[k]][:].astype(np.float32) for k in features if k in STATES}
+        cameras = {key: file[_hdf5_name(key)] for key in features if key not in STATES}
+        for step in range(len(states["action"])):
+            frame = {key: values[step] for key, values in states.items()}
+            for key, images in cameras.items():
+                frame[key] = _hdf5_image(images, step)[:, :, :: -1 if bgr else 1]
+            yield frame
     except OSError as error:  # damage is only found when the part is read
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        raise ValueError(f"{file.filename} cannot be read: {error}") from error
 
 
 def _hdf5_image(images: Any, step: int) -> UInt8[np.ndarray, "h w 3"]:
-    where = f"{images.file.filename}: {images.name}, step {step}"
     if images.ndim == 4:
         return np.asarray(images[step])
+    where = f"{images.file.filename}: {images.name}, step {step}"
     if images.ndim not in (1, 2):
         raise ValueError(
             f"{where}: shape {images.shape} is neither raw (T, h, w, 3) nor JPEG (T, bytes)"
         )
-    data = np.asarray(images[step], dtype=np.uint8).tobytes()
     try:
         # JPEG ends with its own marker; the zeros that fill the row come after it.
-        with Image.open(io.BytesIO(data)) as image:
-            return np.array(image.convert("RGB"))
-    except (UnidentifiedImageError, OSError) as error:
-        raise ValueError(f"{where}: the compressed image cannot be decoded") from error
+        return decode_image(np.asarray(images[step], np.uint8).tobytes(), Path())
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error

@@ -98,7 +98,7 @@ class Order:
         @functools.lru_cache(maxsize=2)  # a batch may extend over the end of an epoch
         def epoch_order(epoch: int) -> Indices:
             if mixture:
-                return mixture.flat(mixture.plan(seed=seed, epoch=epoch))
+                return mixture.plan(seed=seed, epoch=epoch)
             return shuffled(count, seed, epoch)
 
         self._epoch_order = epoch_order

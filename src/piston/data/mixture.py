@@ -2,7 +2,7 @@
 
     choose_episodes(metadata.episodes, "0:50,!7")  # or [3, 8], "3,7,9-12", a function of an Episode
     train, held_out = split_episodes(episodes, 0.1, seed=0)
-    WeightedMixture([a, b], [3, 1]).plan(seed=0, epoch=2)  # rows of (data set, index)
+    WeightedMixture([a, b], [3, 1]).plan(seed=0, epoch=2)  # indices of the mixture's samples
 
 Everything is a function of the seed and the weights; samples are not read.
 """
@@ -44,13 +44,10 @@ class RepeatedStarts:
             raise ValueError(
                 f"The episodes have {sum(lengths)} frames, the data set has {len(samples)} samples."
             )
-        ends = np.cumsum(lengths)
-        starts = [
-            np.arange(end - length, end - length + min(frames, length))
-            for end, length in zip(ends, lengths)
-        ]
+        steps = np.concatenate([np.arange(length) for length in lengths])
+        starts = np.flatnonzero(steps < frames)
         self._samples = samples
-        self._indices = np.concatenate([np.arange(len(samples)), *starts * (times - 1)])
+        self._indices = np.concatenate([np.arange(len(samples)), np.tile(starts, times - 1)])
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -100,12 +97,8 @@ class WeightedMixture:
         dataset = int(np.searchsorted(self._starts, index, side="right")) - 1
         return dataset, int(index - self._starts[dataset])
 
-    def flat(self, plan: Int64[np.ndarray, "n 2"]) -> Int64[np.ndarray, " n"]:
-        """Return the rows of a plan as indices for `mixture[i]`."""
-        return self._starts[plan[:, 0]] + plan[:, 1]
-
-    def plan(self, *, seed: int, epoch: int) -> Int64[np.ndarray, "n 2"]:
-        """Return the order of one epoch: (data set, index) for each sample.
+    def plan(self, *, seed: int, epoch: int) -> Int64[np.ndarray, " n"]:
+        """Return the order of one epoch, as indices for `mixture[i]`.
 
         Each data set gives its share and continues in the next epoch where it stopped, so that all
         of its samples are seen equally often, however large or small its weight.
@@ -113,7 +106,7 @@ class WeightedMixture:
         *before, counts = self._counts(epoch + 1)
         begins = np.sum(before, axis=0, dtype=np.int64) if before else np.zeros_like(counts)
         parts = [
-            np.stack([np.full(count, number), self._take(seed, number, begin, count)], axis=1)
+            self._starts[number] + self._take(seed, number, begin, count)
             for number, (begin, count) in enumerate(zip(begins, counts))
         ]
         return np.concatenate(parts)[shuffled(self.samples_per_epoch, seed, epoch)]
@@ -179,7 +172,15 @@ def choose_episodes(episodes: Sequence[Episode], choice: EpisodeChoice) -> list[
     elif isinstance(choice, str):
         numbers, named = _parse(choice, known)
     else:
-        numbers = named = _whole_numbers(choice)
+        given = list(choice)
+        numbers = named = {int(number) for number in given}
+        for number in given:
+            # A mask of all episodes would select the episodes 0 and 1.
+            if isinstance(number, bool | np.bool_) or int(number) != number:
+                raise ValueError(
+                    f"Episodes are chosen by their numbers, e.g. [3, 7]; found {number!r}. For a "
+                    "mask, give np.flatnonzero(mask)."
+                )
     if unknown := named - known:
         raise ValueError(
             f"Episodes {shorten(unknown)} were asked for; the data set has {shorten(known)}."
@@ -189,21 +190,9 @@ def choose_episodes(episodes: Sequence[Episode], choice: EpisodeChoice) -> list[
     return [episode for episode in episodes if episode.index in numbers]
 
 
-def _whole_numbers(choice: Iterable[int]) -> set[int]:
-    numbers = list(choice)
-    for number in numbers:
-        # A mask of all episodes would select the episodes 0 and 1.
-        if isinstance(number, bool | np.bool_) or int(number) != number:
-            raise ValueError(
-                f"Episodes are chosen by their numbers, e.g. [3, 7]; found {number!r}. For a mask, "
-                "give np.flatnonzero(mask)."
-            )
-    return {int(number) for number in numbers}
-
-
 def _parse(text: str, known: set[int]) -> tuple[set[int], set[int]]:
     """Return the selected numbers, and all that the text names, exclusions included."""
-    chosen, without = set[int](), set[int]()
+    named: dict[str, set[int]] = {}  # by the mark before them, which is ! or nothing
     for part in text.split(","):
         match = re.fullmatch(r"\s*(!?)\s*(?:(\d+)(?:-(\d+))?|(\d*):(\d*))\s*", part)
         if match is None:
@@ -211,18 +200,14 @@ def _parse(text: str, known: set[int]) -> tuple[set[int], set[int]]:
                 f"{part.strip()!r} in {text!r} names no episodes; expected e.g. 0:50 or 3,7,9-12, "
                 "with ! before those to exclude."
             )
-        excluded, first, last, start, stop = match.groups()
+        mark, first, last, start, stop = match.groups()
         if first is not None:
             numbers = set(range(int(first), int(last or first) + 1))
         else:
             span = range(int(start or 0), int(stop or max(known) + 1))
             numbers = {number for number in known if number in span}
-        if excluded:
-            without |= numbers
-        else:
-            chosen |= numbers
-    if all(part.lstrip().startswith("!") for part in text.split(",")):
-        chosen = known
+        named[mark] = named.get(mark, set()) | numbers
+    chosen, without = named.get("", known), named.get("!", set())
     return chosen - without, chosen | without
 
 

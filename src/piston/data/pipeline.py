@@ -30,15 +30,8 @@ logger = logging.getLogger(__name__)
 PADDING_KEY = "action_is_pad"
 # What a sample holds of an item: what models take, and where it came from.
 MODEL_KEYS = (
-    "image",
-    "image_mask",
-    "state",
-    "actions",
-    PADDING_KEY,
-    "tokenized_prompt",
-    "tokenized_prompt_mask",
-    "token_ar_mask",
-    "token_loss_mask",
+    *("image", "image_mask", "state", "actions", PADDING_KEY),
+    *("tokenized_prompt", "tokenized_prompt_mask", "token_ar_mask", "token_loss_mask"),
 )
 PLACE_KEYS = ("set_index", "episode_index", "frame_index", "index")
 

@@ -4,18 +4,14 @@ The values are those that training sees: every frame's chunk of actions, with th
 episode repeated, after the repack and data transforms. Several data sets are treated as one, and
 every frame counts once. Writing the result is left to `write_norm_stats`.
 
-A sample of the frames is read first. It says where the quantiles almost surely are, so that of all
-values only those close to them have to be kept; see `_KeyTotals`.
-
 Dims: n frames, h horizon, s state dim, a action dim; d dimensions and m values of a block.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import functools
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -34,17 +30,17 @@ PIXEL = np.zeros((1, 1, 3), np.uint8)
 
 # Numbers per block: enough that Python is not what takes time, few enough to stay in a cache.
 BLOCK_VALUES = 2**20
-# Frames of the sample, and values taken from each chunk.
-SMALLEST_SAMPLE, LARGEST_SAMPLE, SAMPLE_SHARE = 2**12, 2**16, 16
-SAMPLED_STEPS = 4
+# Frames of the sample that says where the quantiles are, and values taken from each chunk.
+SAMPLED_FRAMES, SAMPLED_STEPS = 2**13, 4
 # A value this many times the distance of the quantiles beyond them is a far outlier.
 FAR = 5.0
-PROBABILITIES = (0.01, 0.99)
+TAIL = 0.01  # the share of values below q01, and above q99
 # How many episodes a message lists, and how many frames of each.
 _SHOWN = 5
 
 Values = Float[np.ndarray, "d m"]
 Frames = Int[np.ndarray, " n"]
+_Block = tuple["TransformedColumns", Frames]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,18 +75,23 @@ def compute_statistics(
     frames = np.arange(sum(len(source) for source in sources))
     if not len(frames):
         raise ValueError("There are no frames to compute statistics of.")
-    if max_frames is not None:
-        frames = _choose(frames, max_frames, seed)
-    num_sampled = max(SMALLEST_SAMPLE, min(LARGEST_SAMPLE, len(frames) // SAMPLE_SHARE))
-    sampled, reach = _choose(frames, num_sampled, seed), 5.0
+    frames = _choose(frames, max_frames or len(frames), seed)
+    blocks, reach = _blocks(sources, frames), 5.0
+    sampled = _choose(frames, SAMPLED_FRAMES, seed)
+    samples = _sample(_blocks(sources, sampled), seed)
     with worker_threads(num_threads) as (pool, _):
-        samples = _sample(pool, _blocks(sources, sampled), seed)
         while True:
-            totals = {k: _KeyTotals(sample, len(sampled), reach) for k, sample in samples.items()}
-            _count(pool, _blocks(sources, frames), totals, progress)
-            found = {key: one.statistics(samples[key]) for key, one in totals.items()}
-            statistics = {key: one for key, one in found.items() if one is not None}
-            if len(statistics) == len(found):
+            totals = {key: _KeyTotals(samples[key], len(sampled), reach) for key in samples}
+            done = 0
+            # In the order of the blocks, so that the same data give the same bits.
+            measured = pool.map(functools.partial(_measure, totals), blocks)
+            for (_, block), parts in zip(blocks, measured):
+                for key, part in parts.items():
+                    totals[key].add(part)
+                done += len(block)
+                progress(done, len(frames))
+            statistics = {key: found for key in totals if (found := totals[key].statistics())}
+            if statistics.keys() == totals.keys():
                 return statistics
             reach *= 4  # very rarely: the sample was misleading
 
@@ -101,9 +102,7 @@ def _choose(frames: Frames, count: int, seed: int) -> Frames:
     return frames[np.sort(np.random.default_rng(seed).choice(len(frames), count, replace=False))]
 
 
-def _blocks(
-    sources: Sequence[TransformedColumns], frames: Frames
-) -> list[tuple[TransformedColumns, Frames]]:
+def _blocks(sources: Sequence[TransformedColumns], frames: Frames) -> list[_Block]:
     """Cut ascending frames, counted over all sources, into blocks of one source."""
     blocks, offset = [], 0
     for source in sources:
@@ -114,163 +113,120 @@ def _blocks(
     return blocks
 
 
-def _sample(
-    pool: ThreadPoolExecutor, blocks: Sequence[tuple[TransformedColumns, Frames]], seed: int
-) -> dict[str, Values]:
+def _sample(blocks: Sequence[_Block], seed: int) -> dict[str, Values]:
     """Return some steps of each chunk of the blocks, at random."""
-
-    def draw(block: tuple[TransformedColumns, Frames]) -> dict[str, Values]:
-        source, frames = block
-        random, count = np.random.default_rng([seed, frames[0]]), SAMPLED_STEPS * len(frames)
-        return {
-            key: values[:, random.integers(values.shape[1], size=count)]
-            if values.shape[1] > count
-            else values
-            for key, values in source.rows(frames).items()
-        }
-
-    drawn = list(pool.map(draw, blocks))
+    random, samples = np.random.default_rng(seed), {}
+    drawn = [source.rows(frames) for source, frames in blocks]
     for key in STATISTICS_KEYS:
-        first, *others = dict.fromkeys(len(part[key]) for part in drawn)
+        first, *others = dict.fromkeys(len(rows[key]) for rows in drawn)
         if others:
             raise ValueError(
                 f"{key!r} has {first} dimensions in one data set and {others[0]} in another: they "
                 "have no common statistics. Compute them separately."
             )
-    return {key: np.concatenate([part[key] for part in drawn], 1) for key in STATISTICS_KEYS}
+        values = np.concatenate([rows[key] for rows in drawn], axis=1)
+        count = SAMPLED_STEPS * sum(len(frames) for _, frames in blocks)
+        if values.shape[1] > count:
+            values = values[:, random.integers(values.shape[1], size=count)]
+        samples[key] = values
+    return samples
 
 
-def _count(
-    pool: ThreadPoolExecutor,
-    blocks: Sequence[tuple[TransformedColumns, Frames]],
-    totals: dict[str, _KeyTotals],
-    progress: Progress,
-) -> None:
-    """Add the values of all blocks to the totals. Raise ValueError if one is not finite."""
-
-    def measure(block: tuple[TransformedColumns, Frames]) -> dict[str, _Part]:
-        source, frames = block
-        parts = {}
-        for key, values in source.rows(frames).items():
-            parts[key] = totals[key].measure(values)
-            # A value that is not finite makes every sum that it is in not finite.
-            if not np.isfinite(parts[key].sums).all():
-                for column in np.flatnonzero(~np.isfinite(values).all(axis=0)):
-                    episode, place = source.place(frames[column * len(frames) // values.shape[1]])
-                    raise ValueError(
-                        f"{key!r} is NaN or infinite after the data transforms, in {place}. Repair "
-                        f"the episode, or leave it out: {leave_out(source.config, [episode])}"
-                    )
-        return parts
-
-    total, done = sum(len(frames) for _, frames in blocks), 0
-    # In the order of the blocks, so that the same data give the same bits.
-    for (_, frames), parts in zip(blocks, pool.map(measure, blocks)):
-        for key, part in parts.items():
-            totals[key].add(part)
-        done += len(frames)
-        progress(done, total)
+def _measure(totals: Mapping[str, _KeyTotals], block: _Block) -> dict[str, _Part]:
+    """Return what the totals need of a block. Raise ValueError if a value is not finite."""
+    (source, frames), parts = block, {}
+    for key, values in source.rows(frames).items():
+        parts[key] = totals[key].measure(values)
+        # A value that is not finite makes every sum that it is in not finite.
+        if not np.isfinite(parts[key].sums).all() and not np.isfinite(values).all():
+            column = np.flatnonzero(~np.isfinite(values).all(axis=0))[0]
+            episode, place = source.place(frames[column * len(frames) // values.shape[1]])
+            raise ValueError(
+                f"{key!r} is NaN or infinite after the data transforms, in {place}. Repair the "
+                f"episode, or leave it out: {leave_out(source.config, [episode])}"
+            )
+    return parts
 
 
 @dataclasses.dataclass
 class _Part:
-    """What `_KeyTotals` knows of some values."""
+    """What the totals need of some values."""
 
     count: int
-    sums: Float[np.ndarray, "2 d"]  # of the distances from the centre, and of their squares
-    minimum: Float[np.ndarray, " d"]
-    maximum: Float[np.ndarray, " d"]
-    # Values below each window, up to its lower end, and up to its upper end.
-    ranks: Int[np.ndarray, "d 2 3"]
-    inside: list[np.ndarray]  # values between the ends of a window: for each block, dim and window
+    sums: Float[np.ndarray, "2 d"]  # of the distances from the origin, and of their squares
+    ranks: Int[np.ndarray, "d 2"]  # how many values are at the bound of each tail or beyond it
+    tails: list[np.ndarray]  # the values beyond: for each block, dimension and tail
 
 
 class _KeyTotals:
     """Totals of all values of one key, block by block.
 
-    Moments are sums of distances from the sample's median. A median is at most one standard
-    deviation from the mean, so that no digits cancel however far from 0 the values are.
+    Moments are sums of distances from one of the values, the origin, so that hardly any digits
+    cancel however far from 0 the values are.
 
-    For each quantile, the sample gives a window in which it almost surely lies, `reach` standard
-    deviations of its rank wide. Values in the window are kept (about 1 % of all), others counted:
+    Quantiles are exact: a sample gives bounds beyond which the smallest and the largest 1 % of the
+    values almost surely are, `reach` standard deviations of a rank further in. The values beyond
+    them are kept, about 3 %. Those at a bound are counted, since they may be most of all values.
 
-        below │ low │ inside: kept and sorted in the end │ high │ above
-                            ↑ rank of the quantile
+        kept │ low: counted │ neither │ high: counted │ kept
+           ↑ q01                                       ↑ q99
 
-    Values equal to an end are counted as well, since there may be very many of them.
+    The upper tail is kept with its sign changed: its quantile is then that of the lower one.
     """
 
     def __init__(self, sample: Values, num_independent: int, reach: float) -> None:
         ordered, size = np.sort(sample, axis=1), sample.shape[1]
-        self._center = ordered[:, size // 2].astype(np.float64)
-        ordered = np.pad(ordered, ((0, 0), (1, 1)), constant_values=(-np.inf, np.inf))
-        windows = []
-        for probability in PROBABILITIES:
-            half = reach * np.sqrt(probability * (1 - probability) / num_independent)
-            first, last = int((probability - half) * size), int((probability + half) * size) + 2
-            windows.append(ordered[:, [max(first, 0), min(last, size + 1)]])
-        self._windows = np.stack(windows, axis=1)
+        self._sample = sample
+        self._origin = ordered[:, size // 2].astype(np.float64)
+        share = TAIL + reach * np.sqrt(TAIL * (1 - TAIL) / num_independent)
+        bounds = np.pad(ordered, ((0, 0), (1, 1)), constant_values=(-np.inf, np.inf))
+        place = min(int(share * size) + 2, size + 1)
+        self._bounds = np.stack([bounds[:, place], -bounds[:, -1 - place]], axis=1)
         self._total = self.measure(sample[:, :0])
 
     def measure(self, values: Values) -> _Part:
         dims = len(values)
-        sums, ranks, inside = np.empty((2, dims)), np.empty((dims, 2, 3), np.int64), []
-        minimum, maximum = np.full((2, dims), [[np.inf], [-np.inf]])
+        sums, ranks, tails = np.empty((2, dims)), np.empty((dims, 2), np.int64), []
         for dim, row in enumerate(values):
             distance = row.astype(np.float64)
-            distance -= self._center[dim]
+            distance -= self._origin[dim]
             sums[:, dim] = distance.sum(), distance.dot(distance)
-            # Most values lie between the window of the lower and that of the upper quantile.
-            ends = row[(row <= self._windows[dim, 0, 1]) | (row >= self._windows[dim, 1, 0])]
-            # The ends of windows exist, so the extremes of all values are in one of the blocks.
-            minimum[dim], maximum[dim] = ends.min(initial=np.inf), ends.max(initial=-np.inf)
-            for which, (low, high) in enumerate(self._windows[dim]):
-                counts = [
-                    np.count_nonzero(part) for part in (ends < low, ends <= low, ends <= high)
-                ]
-                ranks[dim, which] = np.add(counts, which * (len(row) - len(ends)))
-                inside.append(ends[(ends > low) & (ends < high)])
-        return _Part(values.shape[1], sums, minimum, maximum, ranks, inside)
+            low, high = self._bounds[dim]
+            ends = row[(row <= low) | (row >= -high)]
+            for which, tail in enumerate((ends, -ends)):
+                bound = self._bounds[dim, which]
+                ranks[dim, which] = np.count_nonzero(tail <= bound)
+                tails.append(tail[tail < bound])
+        return _Part(values.shape[1], sums, ranks, tails)
 
     def add(self, part: _Part) -> None:
-        total = self._total
-        total.count += part.count
-        total.sums += part.sums
-        total.ranks += part.ranks
-        total.minimum = np.minimum(total.minimum, part.minimum)
-        total.maximum = np.maximum(total.maximum, part.maximum)
-        total.inside += part.inside
+        self._total.count += part.count
+        self._total.sums += part.sums
+        self._total.ranks += part.ranks
+        self._total.tails += part.tails
 
-    def statistics(self, sample: Values) -> KeyStatistics | None:
-        """Return the statistics of all values; None if a quantile is not in its window."""
-        total, dims = self._total, len(sample)
+    def statistics(self) -> KeyStatistics | None:
+        """Return the statistics of all values; None if a quantile is not beyond its bound."""
+        total, dims = self._total, len(self._sample)
         shift, squares = total.sums / total.count
         std = np.sqrt(np.maximum(squares - shift**2, 0.0))
-        quantiles = np.empty((2, dims))
-        for which, dim in itertools.product(range(2), range(dims)):
-            inside = np.sort(np.concatenate(total.inside[2 * dim + which :: 2 * dims]))
-            position = PROBABILITIES[which] * (total.count - 1)
-            rank = int(position)
-            args = (inside, self._windows[dim, which], total.ranks[dim, which])
-            lower = _order_statistic(rank, *args)
-            upper = _order_statistic(min(rank + 1, total.count - 1), *args)
-            quantiles[which, dim] = lower + (upper - lower) * (position - rank)
+        position = TAIL * (total.count - 1)
+        rank = int(position)
+        found = np.empty((2, dims, 3))  # the extreme value, and the two beside the quantile
+        for which, dim in np.ndindex(2, dims):
+            values = np.concatenate(total.tails[2 * dim + which :: 2 * dims])
+            ranks = [0, rank, min(rank + 1, total.count - 1)]
+            if len(values):
+                values.partition(np.minimum(ranks, len(values) - 1))
+            for column, one in enumerate(ranks):
+                at_bound = self._bounds[dim, which] if one < total.ranks[dim, which] else np.nan
+                found[which, dim, column] = values[one] if one < len(values) else at_bound
+        (minimum, maximum), lower, upper = np.moveaxis(found * [[[1]], [[-1]]], -1, 0)
+        quantiles = lower + (upper - lower) * (position - rank)
         if np.isnan(quantiles).any():
             return None
-        norm_stats = NormStats(self._center + shift, std, *quantiles)
-        return KeyStatistics(norm_stats, total.count, total.minimum, total.maximum, sample)
-
-
-def _order_statistic(
-    rank: int, inside: np.ndarray, window: np.ndarray, ranks: Int[np.ndarray, " 3"]
-) -> float:
-    """Return the value of this rank among all values; NaN if it is outside of the window."""
-    below, up_to_low, up_to_high = ranks
-    if below <= rank < up_to_low:
-        return float(window[0])
-    if up_to_low <= rank < up_to_low + len(inside):
-        return float(inside[rank - up_to_low])
-    return float(window[1]) if up_to_low <= rank < up_to_high else np.nan
+        norm_stats = NormStats(self._origin + shift, std, *quantiles)
+        return KeyStatistics(norm_stats, total.count, minimum, maximum, self._sample)
 
 
 class TransformedColumns:
@@ -285,7 +241,9 @@ class TransformedColumns:
             (*config.repack_transforms.inputs, *config.data_transforms.inputs)
         )
         self._episodes, self._cameras = dataset.episodes, dataset.cameras
-        self._tasks = dataset.metadata.tasks if config.prompt_from_task else None
+        # Of tasks that the table lacks: the episode's first task, as in the items of a data set.
+        self._tasks = dataset.metadata.tasks
+        self._first_tasks = [next(iter(episode.tasks), "") for episode in dataset.episodes]
         self._starts, stops = np.asarray(dataset.episode_bounds).T
         lengths, added = stops - self._starts, np.arange(len(stops)) * (horizon - 1)
         self._last = np.repeat(stops - 1, lengths)
@@ -366,25 +324,16 @@ class TransformedColumns:
         is_pad = np.arange(self._horizon) > (self._last[frames] - frames)[:, np.newaxis]
         data |= {f"{key}_is_pad": is_pad for key in self._sequence_keys}
         data[PADDING_KEY] = is_pad
-        if self._tasks is not None:
-            data["prompt"] = self._prompts(data["task_index"].reshape(-1), frames, self._tasks)
+        if self.config.prompt_from_task:
+            numbers = data["task_index"].reshape(-1).tolist()
+            own = (np.searchsorted(self._starts, frames, side="right") - 1).tolist()
+            texts = [self._tasks.get(n, self._first_tasks[e]) for n, e in zip(numbers, own)]
+            data["prompt"] = np.array(texts)
         data = self._transform(data)
         for key in STATISTICS_KEYS:
             if key not in data:
                 raise missing_key(key, data, f"Statistics of {self.config.repo_id}")
         return {key: np.asarray(data[key]) for key in STATISTICS_KEYS}
-
-    def _prompts(self, numbers: np.ndarray, frames: Frames, tasks: Mapping[int, str]) -> np.ndarray:
-        # Once per task, not once per frame.
-        unique, which = np.unique(numbers, return_inverse=True)
-        texts = [tasks.get(int(number)) for number in unique]
-        if None not in texts:
-            return np.array(texts)[which]
-        # Not in the table: the episode's first task, as in the items of a data set.
-        first = [next(iter(episode.tasks), "") for episode in self._episodes]
-        own = np.searchsorted(self._starts, frames, side="right") - 1
-        pairs = zip(which.tolist(), own.tolist())
-        return np.array([first[e] if (text := texts[w]) is None else text for w, e in pairs])
 
 
 def require_finite(dataset: Any, config: DataConfig, horizon: int) -> None:
