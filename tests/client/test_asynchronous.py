@@ -220,10 +220,8 @@ def test_with_real_delays_every_step_is_on_the_line():
 def test_settings_that_make_no_sense(make_policy):
     with pytest.raises(ValueError, match="hold"):
         AsyncChunkBroker(make_policy(), when_exhausted="wait")
-    broker = AsyncChunkBroker(make_policy(8), 9)
-    broker.infer({})
     with pytest.raises(ValueError, match="chunks have 8 steps"):
-        broker.infer({})
+        AsyncChunkBroker(make_policy(8), 9).infer({})
     with pytest.raises(ValueError, match="delay_window"):
         RealTimeBroker(make_policy(), delay_window=0)
     with pytest.raises(ValueError, match="delay_quantile"):

@@ -232,6 +232,16 @@ def test_nan_is_not_executed():
     assert robot.actions == []
 
 
+def test_a_safe_action_passes_the_same_checks():
+    outage = {1: ConnectionLost("away")}
+    for wrong, says in ((np.array([np.nan]), "not finite"), (np.zeros((1, 1)), r"\(1, 1\)")):
+        robot = Robot()
+        runtime = Runtime(robot, Agent(errors=outage), None, safe_action=lambda *_, a=wrong: a)
+        with pytest.raises(ValueError, match=says):
+            runtime.run()
+        assert robot.said == [0]
+
+
 def test_what_is_held_is_not_what_the_robot_made_of_it():
     class Scales(Robot):
         def apply_action(self, action):

@@ -233,7 +233,8 @@ def test_broken_framing_ends_only_its_own_connection(start, connect, policy, obs
 def test_error_replies_stay_small_whatever_they_quote():
     for text in ("x" * 100_000, "€" * 100_000, "\ud800" * 10_000):
         for request_id in (None, 7):
-            reply = encode_error("bad_request", text, request_id)
+            kind, reply = encode_error(BadRequest(text), request_id)
+            assert kind == "bad_request"
             assert len(reply.encode() if isinstance(reply, str) else reply) <= 4096
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
-from rich.table import Table
 
 from piston import presets
 from piston.cli.console import console, fail, table
@@ -72,7 +72,19 @@ def ping(settings: Ping) -> int:
         screen.print(f"{client.uri} ({kind}), {settings.count} observations of {settings.preset}")
         for _ in range(settings.warm_up):
             client.infer(observation)
-        screen.print(_table([_measure(client, observation) for _ in range(settings.count)]))
+        totals, inferences = [], []  # seconds; a server may report the latter
+        for _ in range(settings.count):
+            begin = time.perf_counter()
+            timing = client.infer(observation).get("server_timing")
+            totals.append(time.perf_counter() - begin)
+            if isinstance(timing, Mapping) and "infer_ms" in timing:
+                inferences.append(timing["infer_ms"] / 1e3)
+    kinds = {"round trip": totals}
+    if len(inferences) == len(totals):
+        kinds["inference, by the server's clock"] = inferences
+        kinds["everything else"] = list(map(operator.sub, totals, inferences))
+    rows = [[name, *(f"{value:.2f}" for value in Percentiles.of(kinds[name]))] for name in kinds]
+    screen.print(table(("milliseconds", "median", "90 %", "99 %", "worst"), rows))
     return 0
 
 
@@ -84,25 +96,3 @@ def example_of(preset: TrainConfig) -> Data:
         first = next(iter(example["images"]))
         example["images"] = {first: example["images"][first]}
     return example
-
-
-def _measure(client: Client, observation: Mapping[str, Any]) -> tuple[float, float | None]:
-    """Return the seconds of a round trip, and those that the server reports, if it does."""
-    begin = time.perf_counter()
-    reply = client.infer(observation)
-    total = time.perf_counter() - begin
-    timing = reply.get("server_timing")
-    milliseconds = timing.get("infer_ms") if isinstance(timing, Mapping) else None
-    return total, None if milliseconds is None else milliseconds / 1e3
-
-
-def _table(trips: list[tuple[float, float | None]]) -> Table:
-    kinds = {"round trip": [total for total, _ in trips]}
-    timed = [(total, inference) for total, inference in trips if inference is not None]
-    if len(timed) == len(trips):
-        kinds["inference, by the server's clock"] = [inference for _, inference in timed]
-        kinds["everything else"] = [total - inference for total, inference in timed]
-    rows = []
-    for name, seconds in kinds.items():
-        rows.append([name, *(f"{value:.2f}" for value in Percentiles.of(seconds))])
-    return table(("milliseconds", "median", "90 %", "99 %", "worst"), rows)

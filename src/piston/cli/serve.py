@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -57,12 +57,12 @@ def run_serve(args: list[str]) -> None:
 
     policy = _make_policy(arguments)
     logger.info("%s on %s", policy.model.config.family, policy.device)
+    name = arguments.checkpoint or f"random weights for {arguments.preset}"
+    if arguments.checkpoint is not None and "://" not in name:
+        name = str(Path(name).resolve())
+    server = dataclasses.replace(arguments.server, name=arguments.server.name or name)
     with contextlib.ExitStack() as stack:
         served: Policy | RecordingPolicy = policy
-        name = arguments.checkpoint or f"random weights for {arguments.preset}"
-        if arguments.checkpoint is not None and "://" not in name:
-            name = str(Path(name).resolve())
-        server = dataclasses.replace(arguments.server, name=arguments.server.name or name)
         if arguments.record is not None:
             served = RecordingPolicy(policy, arguments.record, arguments.record_fps or 10.0)
             stack.callback(served.close)
@@ -75,7 +75,7 @@ def run_serve(args: list[str]) -> None:
 
 
 def _check(arguments: ServeArguments) -> None:
-    """Raise ValueError for options without effect, before the model is loaded."""
+    """Raise ValueError for options that do not fit together, before the model is loaded."""
     arguments.server.tls()
     if arguments.record is None and arguments.record_fps is not None:
         raise ValueError("--record-fps says how a recording is made; give --record as well.")
@@ -84,8 +84,15 @@ def _check(arguments: ServeArguments) -> None:
         raise ValueError("--record is for one robot: leave out --max-connections.")
     if arguments.random_weights and (arguments.dtype or arguments.device):
         raise ValueError(
-            "--random-weights serves a tiny float32 model on the CPU: leave out "
-            "--dtype and --device."
+            "--random-weights serves a tiny float32 model on the CPU: leave out --dtype, --device."
+        )
+    if arguments.random_weights and (arguments.checkpoint or not arguments.preset):
+        raise ValueError("--random-weights takes a --preset and no checkpoint.")
+    if not arguments.random_weights and arguments.checkpoint is None:
+        raise ValueError(
+            "Which checkpoint? Give the folder of a step that `piston train` wrote (`piston runs` "
+            "lists them), or another checkpoint with --preset. To try the wiring without one: "
+            "piston serve --preset pi0_aloha_sim --random-weights"
         )
 
 
@@ -94,27 +101,12 @@ def _make_policy(arguments: ServeArguments) -> Policy:
 
     from piston.inference.loading import load_policy, random_policy
 
-    options = {
-        "num_steps": arguments.num_steps,
-        "seed": arguments.seed,
-        "rtc_jacobian": arguments.rtc_jacobian,
-    }
-    if arguments.random_weights:
-        if arguments.checkpoint is not None or arguments.preset is None:
-            raise ValueError("--random-weights takes a --preset and no checkpoint.")
-        torch.manual_seed(arguments.seed or 0)
-        return random_policy(arguments.preset, default_prompt=arguments.default_prompt, **options)
+    names = ("default_prompt", "num_steps", "seed", "rtc_jacobian")
+    options: dict[str, Any] = {name: getattr(arguments, name) for name in names}
     if arguments.checkpoint is None:
-        raise ValueError(
-            "Which checkpoint? Give the folder of a step that `piston train` wrote (`piston runs` "
-            "lists them), or another checkpoint with --preset. To try the wiring without one: "
-            "piston serve --preset pi0_aloha_sim --random-weights"
-        )
-    return load_policy(
-        arguments.checkpoint,
-        preset=arguments.preset,
-        device=arguments.device,
-        dtype=arguments.dtype,
-        default_prompt=arguments.default_prompt,
-        **options,
-    )
+        assert arguments.preset is not None
+        torch.manual_seed(arguments.seed or 0)
+        return random_policy(arguments.preset, **options)
+    for name in ("preset", "device", "dtype"):
+        options[name] = getattr(arguments, name)
+    return load_policy(arguments.checkpoint, **options)

@@ -18,11 +18,11 @@ action is skipped that the robot has not done.
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
-import functools
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any, Literal, Protocol
 
@@ -45,31 +45,59 @@ class ChunkExhausted(TimeoutError):
     """The whole chunk is executed and the next has not arrived. It may: call again."""
 
 
+class _Plan:
+    """A chunk that is being executed; the next one is asked for after `horizon` steps of it."""
+
+    def __init__(
+        self, result: Mapping[str, Any], execute_horizon: int | None, default: float, step: int = 0
+    ) -> None:
+        self.result = result
+        self.actions = checked_actions(result, 2, "a chunk (horizon, dim)")
+        self.step = min(step, len(self.actions))  # the one to execute next
+        self.horizon = execute_horizon or max(1, int(default * len(self.actions)))
+        if self.horizon > len(self.actions):
+            raise ValueError(
+                f"execute_horizon is {execute_horizon}, but the policy's chunks have "
+                f"{len(self.actions)} steps. Choose one no longer."
+            )
+
+    @property
+    def ahead(self) -> np.ndarray:
+        return self.actions[self.step :]
+
+    def next_step(self) -> dict[str, Any]:
+        """Return the next action, or the last one as held, with the rest of the policy's result."""
+        held = {} if len(self.ahead) else {"held": True}
+        step = min(self.step, len(self.actions) - 1)
+        self.step = step + 1
+        return {**self.result, "actions": self.actions[step].copy(), "chunk_step": step, **held}
+
+
+@dataclasses.dataclass(eq=False, repr=False)
 class ActionChunkBroker:
     """Execute the first `execute_horizon` steps of a chunk (all of them by default), then ask."""
 
-    def __init__(self, policy: Policy, execute_horizon: int | None = None) -> None:
-        self._policy = policy
-        self._execute_horizon = _checked_horizon(execute_horizon)
-        self._result: Mapping[str, Any] = {}
-        self._step = 0
-        self._num_steps = 0
+    policy: Policy
+    execute_horizon: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.execute_horizon is not None and self.execute_horizon < 1:
+            raise ValueError(f"execute_horizon is 1 or more; found {self.execute_horizon}.")
+        self._plan: _Plan | None = None
 
     def infer(self, observation: Mapping[str, Any]) -> dict[str, Any]:
-        if self._step >= self._num_steps:
-            self._result = self._policy.infer(observation)
-            chunk = _chunk(self._result)
-            self._num_steps = _checked_horizon(self._execute_horizon, chunk) or len(chunk)
-            self._step = 0
-        self._step += 1
-        return _one_step(self._result, self._step - 1)
+        if self._plan is None or self._plan.step >= self._plan.horizon:
+            self._plan = _Plan(self.policy.infer(observation), self.execute_horizon, default=1.0)
+        return self._plan.next_step()
 
     def reset(self) -> None:
         """Forget the chunk: a new episode begins."""
-        _reset_of(self._policy)()
-        self._step = self._num_steps = 0
+        self._plan = None
+        # A policy without state between requests needs no `reset`.
+        getattr(self.policy, "reset", lambda: None)()
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class TemporalEnsemble:
     """Average what all chunks so far predict for this step, as ACT does.
 
@@ -78,50 +106,37 @@ class TemporalEnsemble:
     more: the motion is smoother but reacts later. With `decay` < 0 newer ones do.
     """
 
-    def __init__(self, policy: Policy, decay: float = 0.01, ask_every: int = 1) -> None:
-        if ask_every < 1:
-            raise ValueError(f"ask_every is a number of steps, 1 or more; found {ask_every}.")
-        self._policy = policy
-        self._decay = decay
-        self._ask_every = ask_every
-        self._chunks: list[tuple[int, np.ndarray]] = []  # first step, actions
-        self._result: Mapping[str, Any] = {}
+    policy: Policy
+    decay: float = 0.01
+    ask_every: int = 1
+
+    def __post_init__(self) -> None:
+        if self.ask_every < 1:
+            raise ValueError(f"ask_every is a number of steps, 1 or more; found {self.ask_every}.")
+        self._plans: list[_Plan] = []  # those that reach this step, the oldest first
         self._step = 0
 
     def infer(self, observation: Mapping[str, Any]) -> dict[str, Any]:
-        step = self._step
-        if step % self._ask_every == 0:
-            self._result = self._policy.infer(observation)
-            self._chunks.append((step, _chunk(self._result)))
-        self._chunks = [
-            (start, chunk) for start, chunk in self._chunks if step - start < len(chunk)
-        ]
-        if not self._chunks:
+        if self._step % self.ask_every == 0:
+            self._plans.append(_Plan(self.policy.infer(observation), None, default=1.0))
+        self._plans = [plan for plan in self._plans if len(plan.ahead)]
+        if not self._plans:
             raise ValueError(
-                f"No chunk reaches step {step}: the policy's chunks are shorter than ask_every = "
-                f"{self._ask_every}."
+                f"No chunk reaches step {self._step}: the policy's chunks are shorter than "
+                f"ask_every = {self.ask_every}."
             )
-        predicted = np.stack([chunk[step - start] for start, chunk in self._chunks])
-        weights = np.exp(-self._decay * np.arange(len(predicted)))
-        action = (weights / weights.sum()) @ predicted.astype(np.float64)
         self._step += 1
-        newest = step - self._chunks[-1][0]
-        return {**self._result, "actions": action.astype(predicted.dtype), "chunk_step": newest}
+        steps = [plan.next_step() for plan in self._plans]
+        predicted = np.stack([step["actions"] for step in steps])
+        weights = np.exp(-self.decay * np.arange(len(predicted)))
+        action = (weights / weights.sum()) @ predicted.astype(np.float64)
+        return {**steps[-1], "actions": action.astype(predicted.dtype)}
 
     def reset(self) -> None:
         """Forget all chunks: a new episode begins."""
-        _reset_of(self._policy)()
-        self._chunks = []
+        self._plans = []
         self._step = 0
-
-
-@dataclasses.dataclass
-class _Plan:
-    """The chunk that is being executed."""
-
-    result: Mapping[str, Any]
-    actions: np.ndarray
-    step: int  # of the chunk: the one to execute next
+        getattr(self.policy, "reset", lambda: None)()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +148,8 @@ class _Request:
     call: int  # calls of `infer` until then
 
 
-class AsyncChunkBroker:
+@dataclasses.dataclass(eq=False, repr=False)
+class AsyncChunkBroker(ActionChunkBroker):
     """Ask for the next chunk once `execute_horizon` steps of this one are executed; do not wait.
 
     `execute_horizon` is half of a chunk by default; the rest must last until the policy answers.
@@ -144,20 +160,14 @@ class AsyncChunkBroker:
     busy) only when the chunk is used up, and the policy is asked again meanwhile.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        execute_horizon: int | None = None,
-        *,
-        when_exhausted: Literal["hold", "raise"] = "hold",
-    ) -> None:
-        if when_exhausted not in ("hold", "raise"):
-            raise ValueError(f"when_exhausted is 'hold' or 'raise'; found {when_exhausted!r}.")
-        self._policy = policy
-        self._execute_horizon = _checked_horizon(execute_horizon)
-        self._when_exhausted = when_exhausted
+    _: dataclasses.KW_ONLY
+    when_exhausted: Literal["hold", "raise"] = "hold"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.when_exhausted not in ("hold", "raise"):
+            raise ValueError(f"when_exhausted is 'hold' or 'raise'; found {self.when_exhausted!r}.")
         self._worker = Worker("piston chunks")
-        self._plan: _Plan | None = None
         self._request: _Request | None = None
         self._num_calls = 0
         # Calls of `infer` between the last requests and their answers.
@@ -171,33 +181,29 @@ class AsyncChunkBroker:
         self._take_answer()
         plan = self._plan
         if plan is None:
-            result = self._worker.submit(self._policy.infer, observation).result()
-            plan = self._plan = _Plan(result, _chunk(result), step=0)
-        elif self._request is None:
-            half = max(1, len(plan.actions) // 2)
-            if plan.step >= (_checked_horizon(self._execute_horizon, plan.actions) or half):
-                # Copied: a robot may reuse its buffers while this request is still being packed.
-                request = self._prepare(_copied(observation), plan)
-                answer = self._worker.submit(self._policy.infer, request)
-                self._request = _Request(answer, plan.step, self._num_calls)
-        if plan.step < len(plan.actions):
-            plan.step += 1
-            return _one_step(plan.result, plan.step - 1)
-        self.num_held += 1
-        if self._when_exhausted == "raise":
+            result = self._worker.submit(self.policy.infer, observation).result()
+            plan = self._plan = _Plan(result, self.execute_horizon, default=0.5)
+        elif self._request is None and plan.step >= plan.horizon:
+            # Copied: a robot may reuse its buffers while this request is still being packed.
+            request = self._prepare(copy.deepcopy(dict(observation)), plan)
+            answer = self._worker.submit(self.policy.infer, request)
+            self._request = _Request(answer, plan.step, self._num_calls)
+        is_exhausted = len(plan.ahead) == 0
+        self.num_held += is_exhausted
+        if is_exhausted and self.when_exhausted == "raise":
             raise ChunkExhausted(
                 f"All {len(plan.actions)} actions are executed and the next chunk has not arrived. "
                 "Ask earlier (a smaller execute_horizon), or slow down."
             )
-        return {**_one_step(plan.result, len(plan.actions) - 1), "held": True}
+        return plan.next_step()
 
     def reset(self) -> None:
         """Forget the chunk, and the one being computed: a new episode begins."""
         if self._request is not None:
             self._request.answer.cancel()
-        self._plan = self._request = None
+        self._request = None
         # In the worker, so that the policy never does two things at once.
-        self._worker.submit(_reset_of(self._policy)).result()
+        self._worker.submit(super().reset).result()
 
     def _prepare(self, observation: Mapping[str, Any], plan: _Plan) -> Mapping[str, Any]:  # noqa: ARG002
         """Return what to send while a plan is executed."""
@@ -213,15 +219,15 @@ class AsyncChunkBroker:
             result = request.answer.result()
         except TRANSIENT as error:
             self.num_failures += 1
-            num_left = len(plan.actions) - plan.step
-            if num_left == 0:
+            if not len(plan.ahead):
                 raise
-            logger.warning("No new chunk (%d actions are left): %s", num_left, error)
+            logger.warning("No new chunk (%d actions are left): %s", len(plan.ahead), error)
             return
-        self._plan = _Plan(result, _chunk(result), step=plan.step - request.step)
+        self._plan = _Plan(result, self.execute_horizon, 0.5, step=plan.step - request.step)
         self._delays.append(self._num_calls - request.call)
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class RealTimeBroker(AsyncChunkBroker):
     """Real-time chunking: the next chunk continues what is executed while it is computed.
 
@@ -234,40 +240,33 @@ class RealTimeBroker(AsyncChunkBroker):
     `delay_quantile`. Before there are any it is `initial_delay`: by default all that is ahead.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        execute_horizon: int | None = None,
-        *,
-        initial_delay: int | None = None,
-        delay_window: int = 10,
-        delay_quantile: float = 1.0,
-        when_exhausted: Literal["hold", "raise"] = "hold",
-    ) -> None:
-        if delay_window < 1 or not 0 <= delay_quantile <= 1:
+    _: dataclasses.KW_ONLY
+    initial_delay: int | None = None
+    delay_window: int = 10
+    delay_quantile: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.delay_window < 1 or not 0 <= self.delay_quantile <= 1:
             raise ValueError(
-                f"delay_window is 1 or more and delay_quantile within 0 … 1; found {delay_window} "
-                f"and {delay_quantile}."
+                f"delay_window is 1 or more and delay_quantile within 0 … 1; found "
+                f"{self.delay_window} and {self.delay_quantile}."
             )
-        super().__init__(policy, execute_horizon, when_exhausted=when_exhausted)
-        self._initial_delay = initial_delay
-        self._quantile = delay_quantile
-        self._delays = collections.deque(maxlen=delay_window)
+        self._delays = collections.deque(maxlen=self.delay_window)
 
     @property
     def delay(self) -> int | None:
         """Control steps that a request is expected to take; None before it is known."""
         if not self._delays:
-            return self._initial_delay
+            return self.initial_delay
         ordered = sorted(self._delays)
-        return ordered[max(0, math.ceil(self._quantile * len(ordered)) - 1)]
+        return ordered[max(0, math.ceil(self.delay_quantile * len(ordered)) - 1)]
 
     def _prepare(self, observation: Mapping[str, Any], plan: _Plan) -> Mapping[str, Any]:
-        ahead = plan.actions[plan.step :]
-        if len(ahead) == 0:
+        if (num_ahead := len(plan.ahead)) == 0:
             return observation
-        delay = len(ahead) if self.delay is None else min(self.delay, len(ahead))
-        rtc = {"previous_chunk": ahead, "delay": delay, "execute_horizon": plan.step}
+        delay = num_ahead if self.delay is None else min(self.delay, num_ahead)
+        rtc = {"previous_chunk": plan.ahead, "delay": delay, "execute_horizon": plan.step}
         return {**observation, "rtc": rtc}
 
 
@@ -281,35 +280,3 @@ def checked_actions(result: Mapping[str, Any], ndim: int, expected: str) -> np.n
     if not np.isfinite(actions).all():
         raise ValueError("The actions are not finite numbers; they are not executed.")
     return actions
-
-
-_chunk = functools.partial(checked_actions, ndim=2, expected="a chunk (horizon, dim)")
-
-
-def _checked_horizon(execute_horizon: int | None, chunk: np.ndarray | None = None) -> int | None:
-    if execute_horizon is None:
-        return None
-    if execute_horizon < 1:
-        raise ValueError(f"execute_horizon is 1 or more; found {execute_horizon}.")
-    if chunk is not None and execute_horizon > len(chunk):
-        raise ValueError(
-            f"execute_horizon is {execute_horizon}, but the policy's chunks have {len(chunk)} "
-            "steps. Choose one no longer."
-        )
-    return execute_horizon
-
-
-def _one_step(result: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """Return one action of a chunk, as a copy, with everything else in the policy's result."""
-    return {**result, "actions": np.array(result["actions"][step]), "chunk_step": step}
-
-
-def _reset_of(policy: Any) -> Callable[[], None]:
-    """Return the policy's `reset`; a policy without state between requests needs none."""
-    return getattr(policy, "reset", lambda: None)
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _copied(part) for key, part in value.items()}
-    return value.copy() if isinstance(value, np.ndarray) else value

@@ -101,6 +101,8 @@ class Client:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._metadata: dict[str, Any] | None = None
+        # Whether the server is one of Piston's, which number their replies.
+        self._has_numbers = False
         self._request_ids = itertools.count(1)
         # The connection, None before the first use and after it broke.
         self._websocket: ClientConnection | None = None
@@ -113,11 +115,6 @@ class Client:
             self.connect()
         assert self._metadata is not None
         return self._metadata
-
-    @property
-    def _has_numbers(self) -> bool:
-        """Whether the server is one of Piston's, which number their replies."""
-        return self._metadata is not None and isinstance(self._metadata.get("piston"), Mapping)
 
     def connect(self) -> None:
         """Wait for the server, at most `connect_timeout`. `infer` does this by itself."""
@@ -133,10 +130,9 @@ class Client:
         if self._metadata is None:
             self.connect()
         deadline = time.monotonic() + self._timeout
-        acquired = self._lock.acquire(timeout=self._timeout)
+        if not self._lock.acquire(timeout=self._timeout):
+            raise ReplyTimeout(f"Another thread's request took all of {self._timeout} s.")
         try:
-            if not acquired or time.monotonic() >= deadline:
-                raise ReplyTimeout(f"Another thread's request took all of {self._timeout} s.")
             websocket = self._connected(deadline)
             try:
                 return self._ask(websocket, observation, deadline)
@@ -147,8 +143,7 @@ class Client:
                 logger.warning("%s Asking again.", error)
                 return self._ask(self._connected(deadline), observation, deadline)
         finally:
-            if acquired:
-                self._lock.release()
+            self._lock.release()
 
     def reset(self) -> None:
         """Do nothing: a served policy keeps no state between requests."""
@@ -157,13 +152,12 @@ class Client:
         """Hang up; a request under way in another thread ends with ConnectionLost."""
         self._closed.set()
         websocket = self._websocket
-        if websocket is None:
-            return
         if self._lock.acquire(blocking=False):
             self._websocket = None
-            websocket.close()
+            if websocket is not None:
+                websocket.close()
             self._lock.release()
-        else:
+        elif websocket is not None:
             _hang_up(websocket)
 
     def __enter__(self) -> Self:
@@ -185,10 +179,9 @@ class Client:
         message = pack({**observation, REQUEST_ID: number} if self._has_numbers else observation)
         try:
             websocket.send(message)
-            while True:
+            reply = self._receive(websocket, deadline)
+            while self._has_numbers and not _is_reply_to(number, reply):
                 reply = self._receive(websocket, deadline)
-                if not self._has_numbers or _is_reply_to(number, reply):
-                    break
         except ConnectionClosed as error:
             self._drop()
             if error.rcvd is not None and error.rcvd.code == CloseCode.MESSAGE_TOO_BIG:
@@ -230,7 +223,7 @@ class Client:
     def _connected(self, deadline: float) -> ClientConnection:
         """Return the connection, opened again if it broke."""
         if self._websocket is None and not self._closed.is_set():
-            self._websocket = self._open(deadline)
+            self._websocket = self._connect_until(deadline)
             self._num_unanswered = 0
         # After opening: `close` may have been called meanwhile, and found no connection.
         if self._websocket is None or self._closed.is_set():
@@ -238,17 +231,12 @@ class Client:
             raise ConnectionLost("The client was closed.")
         return self._websocket
 
-    def _open(self, deadline: float) -> ClientConnection:
-        """Connect and read the metadata, again and again until the deadline.
-
-        A server that warms up accepts the connection and sends its metadata when it is ready, so
-        that wait may be long; a machine that is off does not answer at all, so that one may not.
-        """
+    def _connect_until(self, deadline: float) -> ClientConnection:
+        """Connect and read the metadata, again and again until the deadline."""
         started, last_log, delay = time.monotonic(), -math.inf, _FIRST_DELAY
         while True:
             try:
-                websocket = self._open_websocket(deadline)
-                metadata = self._read_metadata(websocket, deadline)
+                websocket, metadata = self._connect_once(deadline)
                 break
             except _Refused:
                 raise
@@ -268,67 +256,56 @@ class Client:
         if self._metadata is not None and pack(metadata) != pack(self._metadata):
             logger.warning("The server at %s came back with other metadata.", self.uri)
         self._metadata = metadata
+        self._has_numbers = isinstance(metadata.get("piston"), Mapping)
         return websocket
 
-    def _open_websocket(self, deadline: float) -> ClientConnection:
-        try:
-            opening = connect(
-                self.uri,
-                additional_headers=self._headers,
-                ssl=self._tls,
-                compression=None,
-                max_size=_MAX_REPLY_BYTES,
-                open_timeout=min(max(0.01, deadline - time.monotonic()), _HANDSHAKE_SECONDS),
-                close_timeout=_CLOSE_SECONDS,
-                # A server that computes without answering pings is slow, not dead; `timeout`
-                # decides.
-                ping_interval=None,
-            )
-            websocket = opening.__enter__()
-        except InvalidStatus as error:
-            status = error.response.status_code
-            if status in (401, 403):
-                message = f"{self.uri} refused the API key (HTTP {status})."
-                raise _Refused(f"{message} Give the server's as api_key.") from error
-            if status >= 500:
-                raise ConnectionLost(f"{self.uri} is not ready (HTTP {status}).") from error
-            raise _Refused(f"{self.uri} is no policy server: it answered HTTP {status}.") from error
-        except ssl.SSLCertVerificationError as error:
-            raise _Refused(
-                f"{self.uri} has a certificate that is not trusted: {error.verify_message}. Give "
-                "the authority's certificate as ca_file."
-            ) from error
-        except InvalidHandshake as error:
-            raise ConnectionLost(
-                f"{self.uri} does not answer as a policy server: {error}."
-            ) from error
-        except (EOFError, ConnectionClosed) as error:
-            raise ConnectionLost(f"{self.uri} hung up at once.") from error
-        # A server that reads no more would otherwise block `send` for a quarter of an hour.
-        seconds = self._timeout
-        if sys.platform == "win32":
-            value = struct.pack("@L", max(1, int(seconds * 1e3)))
-        else:
-            value = struct.pack("@ll", int(seconds), max(1, int(seconds % 1 * 1e6)))
-        websocket.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
-        return websocket
+    def _connect_once(self, deadline: float) -> tuple[ClientConnection, dict[str, Any]]:
+        """Connect and read the metadata; raise _Refused if trying again will not help.
 
-    def _read_metadata(self, websocket: ClientConnection, deadline: float) -> dict[str, Any]:
-        try:
-            message = websocket.recv(timeout=max(0.0, deadline - time.monotonic()))
-            if isinstance(message, str):
-                raise ConnectionLost(f"{self.uri} refused the connection: {shortened(message)}")
-            return _unpack_dictionary(message)
-        except BaseException as error:
-            _hang_up(websocket)
-            if isinstance(error, TimeoutError):
-                lost = f"{self.uri} accepted the connection, but sends nothing."
-                raise ConnectionLost(lost) from None
-            if isinstance(error, ConnectionClosed):
-                raise ConnectionLost(f"{self.uri} hung up: {error}.") from error
-            if isinstance(error, ProtocolError):
+        A server that warms up accepts the connection and sends its metadata when it is ready, so
+        that wait may be long; a machine that is off does not answer at all, so that one may not.
+        """
+        with contextlib.ExitStack() as on_failure:
+            try:
+                websocket = connect(
+                    self.uri,
+                    additional_headers=self._headers,
+                    ssl=self._tls,
+                    compression=None,
+                    max_size=_MAX_REPLY_BYTES,
+                    open_timeout=min(max(0.01, deadline - time.monotonic()), _HANDSHAKE_SECONDS),
+                    close_timeout=_CLOSE_SECONDS,
+                    # A server that computes without answering pings is slow, not dead; `timeout`
+                    # decides.
+                    ping_interval=None,
+                ).__enter__()
+                on_failure.callback(_hang_up, websocket)
+                _limit_sending(websocket, self._timeout)
+                message = websocket.recv(timeout=max(0.0, deadline - time.monotonic()))
+                if isinstance(message, str):
+                    raise ConnectionLost(f"{self.uri} refused the connection: {shortened(message)}")
+                metadata = _unpack_dictionary(message)
+            except InvalidStatus as error:
+                status = error.response.status_code
+                if status in (401, 403):
+                    message = f"{self.uri} refused the API key (HTTP {status})."
+                    raise _Refused(f"{message} Give the server's as api_key.") from error
+                kind = ConnectionLost if status >= 500 else _Refused
+                state = "not ready" if status >= 500 else "no policy server"
+                raise kind(f"{self.uri} is {state}: it answered HTTP {status}.") from error
+            except ssl.SSLCertVerificationError as error:
+                raise _Refused(
+                    f"{self.uri} has a certificate that is not trusted: {error.verify_message}. "
+                    "Give the authority's certificate as ca_file."
+                ) from error
+            except ProtocolError as error:
                 raise _Refused(f"{self.uri} is no policy server: {error}") from error
-            raise
+            except (InvalidHandshake, EOFError, ConnectionClosed) as error:
+                raise ConnectionLost(f"{self.uri} hung up: {error}.") from error
+            except TimeoutError as error:
+                raise ConnectionLost(f"{self.uri} does not answer.") from error
+            on_failure.pop_all()
+        return websocket, metadata
 
     def _drop(self) -> None:
         if self._websocket is not None:
@@ -338,18 +315,17 @@ class Client:
 
 def make_uri(host: str, port: int | None) -> str:
     """Return `ws://host:port` for a name, an address, `name:port`, or a whole location."""
-    location = host
-    if "://" not in host:
-        is_bare_ipv6 = host.count(":") > 1 and not host.startswith("[")
-        location = f"ws://[{host}]" if is_bare_ipv6 else f"ws://{host}"
-    parts = urllib.parse.urlsplit(location)
+    is_whole = "://" in host
+    is_bare_ipv6 = host.count(":") > 1 and not host.startswith("[")
+    name = f"[{host}]" if is_bare_ipv6 else host
+    parts = urllib.parse.urlsplit(host if is_whole else f"ws://{name}")
     if parts.scheme not in ("ws", "wss") or not parts.hostname:
         raise ValueError(
             f"A policy server is named by its host, or as ws://… or wss://…; found {host!r}."
         )
     if parts.port is not None and port is not None and parts.port != port:
         raise ValueError(f"Two ports are given: {host!r} and {port}.")
-    chosen = port or (DEFAULT_PORT if location != host else None)
+    chosen = port or (None if is_whole else DEFAULT_PORT)
     if parts.port is None and chosen is not None:
         parts = parts._replace(netloc=f"{parts.netloc}:{chosen}")
     return parts.geturl()
@@ -371,6 +347,15 @@ def _is_reply_to(number: int, reply: dict[str, Any]) -> bool:
     if found < number:
         logger.warning("Skipped the late reply to request %d; waiting for %d.", found, number)
     return found == number
+
+
+def _limit_sending(websocket: ClientConnection, seconds: float) -> None:
+    """Without this, a server that reads no more would block `send` for a quarter of an hour."""
+    if sys.platform == "win32":
+        value = struct.pack("@L", max(1, int(seconds * 1e3)))
+    else:
+        value = struct.pack("@ll", int(seconds), max(1, int(seconds % 1 * 1e6)))
+    websocket.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
 
 
 def _hang_up(websocket: ClientConnection) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import re
+import reprlib
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -33,8 +34,6 @@ _MAX_DEPTH = 32  # maps and lists inside one another; an observation has three l
 _TOO_DEEP = f"The message is nested deeper than {_MAX_DEPTH} levels."
 _MAX_AXES = 32  # NumPy 1 supports no more.
 _LAST_CODE_POINT = 0x10FFFF
-_PLAIN = (bool, int, float, str, bytes, type(None))
-_MAX_QUOTED = 60
 
 
 class ProtocolError(ValueError):
@@ -64,13 +63,14 @@ def unpack(
     """
     if not isinstance(data, bytes | bytearray | memoryview):
         raise ProtocolError(f"A message consists of bytes; found {type(data).__name__}.")
+    too_many = f"The message has more than {max_values} values. Send numbers as an array."
     num_values = 0
 
     def count(values: list[Any]) -> list[Any]:
         nonlocal num_values
         num_values += len(values)
         if num_values > max_values:
-            raise ProtocolError(_too_many(max_values))
+            raise ProtocolError(too_many)
         return values
 
     try:
@@ -87,38 +87,31 @@ def unpack(
     except ProtocolError:
         raise
     except ValueError as error:
-        raise ProtocolError(_describe_malformed(error, max_values)) from error
-    depth, level = 0, [value]
-    while containers := [part for part in level if isinstance(part, (dict, list))]:
-        depth += 1
-        if depth > _MAX_DEPTH:
-            raise ProtocolError(_TOO_DEEP)
-        level = [
-            part
-            for container in containers
-            for part in (container.values() if isinstance(container, dict) else container)
-        ]
+        raise ProtocolError(_describe_malformed(error, too_many)) from error
+    _check_depth(value, _MAX_DEPTH)
     return value
+
+
+class _ShortRepr(reprlib.Repr):
+    repr_bytes = reprlib.Repr.repr_str  # without this, all of a large value would be shown first
 
 
 def shortened(value: Any) -> str:
     """Return enough of a value to recognise it; errors are sent, and must stay small."""
-    if isinstance(value, str | bytes) and len(value) > _MAX_QUOTED:
-        return f"{value[:_MAX_QUOTED]!r}…"
-    if isinstance(value, list | tuple):
-        parts = [
-            shortened(part) if isinstance(part, _PLAIN) else type(part).__name__
-            for part in value[:6]
-        ]
-        return "[" + ", ".join(parts) + (", …]" if len(value) > 6 else "]")
-    return repr(value) if isinstance(value, _PLAIN) else type(value).__name__
+    short = _ShortRepr()
+    short.maxlevel, short.maxstring, short.maxother = 1, 60, 60
+    return short.repr(value)
 
 
-def _too_many(max_values: int) -> str:
-    return f"The message has more than {max_values} values. Send numbers as an array."
+def _check_depth(value: Any, levels_left: int) -> None:
+    if isinstance(value, (dict, list)):
+        if levels_left == 0:
+            raise ProtocolError(_TOO_DEEP)
+        for part in value.values() if isinstance(value, dict) else value:
+            _check_depth(part, levels_left - 1)
 
 
-def _describe_malformed(error: ValueError, max_values: int) -> str:
+def _describe_malformed(error: ValueError, too_many: str) -> str:
     text = str(error)
     if isinstance(error, msgpack.StackError):
         return _TOO_DEEP
@@ -127,7 +120,7 @@ def _describe_malformed(error: ValueError, max_values: int) -> str:
     if "incomplete" in text:
         return "The message is cut off."
     if "max_array_len" in text or "max_map_len" in text:
-        return f"{_too_many(max_values)} (A length is too large: {text}.)"
+        return too_many
     return f"The message is not valid msgpack: {text or 'it contains an undefined type code'}."
 
 

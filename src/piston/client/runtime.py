@@ -99,20 +99,16 @@ class Pacer:
 
     def __init__(self, period: float, start: float) -> None:
         self.start = start
+        self.begin = start  # when the current step is due to begin
         self._period = period
         self._index = 0
 
-    @property
-    def begin(self) -> float:
-        """When the current step is due to begin."""
-        return self.start + self._index * self._period
-
     def advance(self, now: float) -> tuple[float, int]:
         """Go on to the next step; return the overrun in seconds and the number of skipped steps."""
-        self._index += 1
-        overrun = max(0.0, now - self.begin)
+        overrun = max(0.0, now - (self.start + (self._index + 1) * self._period))
         num_skipped = math.floor(overrun / self._period) if overrun > self._period else 0
-        self._index += num_skipped
+        self._index += 1 + num_skipped
+        self.begin = self.start + self._index * self._period
         return overrun, num_skipped
 
 
@@ -128,14 +124,11 @@ class Percentiles(NamedTuple):
     def of(cls, seconds: Sequence[float]) -> Percentiles:
         if not seconds:
             return cls(*[math.nan] * 4)
-        milliseconds = 1e3 * np.asarray(seconds)
-        return cls(*map(float, np.percentile(milliseconds, [50, 90, 99, 100])))
+        return cls(*map(float, np.percentile(1e3 * np.asarray(seconds), [50, 90, 99, 100])))
 
     def __str__(self) -> str:
-        return (
-            f"median {self.p50:.2f} ms, 90 % {self.p90:.2f} ms, 99 % {self.p99:.2f} ms, "
-            f"worst {self.worst:.2f} ms"
-        )
+        names = ("median", "90 %", "99 %", "worst")
+        return ", ".join(f"{name} {value:.2f} ms" for name, value in zip(names, self, strict=True))
 
 
 @dataclasses.dataclass
@@ -186,6 +179,7 @@ class Summary:
         )
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Runtime:
     """`Runtime(robot, ActionChunkBroker(Client(…), 25), control_hz=50).run()`
 
@@ -195,28 +189,21 @@ class Runtime:
     in seconds; after it the run ends (`ended_by == "held"`). Ctrl-C ends after the current step.
     """
 
-    def __init__(
-        self,
-        environment: Environment,
-        agent: Agent,
-        control_hz: float | None,
-        *,
-        hooks: Sequence[Hooks] = (),
-        num_episodes: int = 1,
-        max_steps: int | None = None,
-        max_hold: float = 2.0,
-        safe_action: SafeAction | None = None,
-    ) -> None:
-        if control_hz is not None and control_hz <= 0:
-            raise ValueError(f"control_hz is positive, or None for no pacing; found {control_hz}.")
-        self._environment = environment
-        self._agent = agent
-        self._period = None if control_hz is None else 1 / control_hz
-        self._hooks = tuple(hooks)
-        self._num_episodes = num_episodes
-        self._max_steps = max_steps
-        self._max_hold = max_hold
-        self._safe_action = safe_action
+    environment: Environment
+    agent: Agent
+    control_hz: float | None
+    _: dataclasses.KW_ONLY
+    hooks: Sequence[Hooks] = ()
+    num_episodes: int = 1
+    max_steps: int | None = None
+    max_hold: float = 2.0
+    safe_action: SafeAction | None = None
+
+    def __post_init__(self) -> None:
+        hz = self.control_hz
+        if hz is not None and hz <= 0:
+            raise ValueError(f"control_hz is positive, or None for no pacing; found {hz}.")
+        self._period = 0.0 if hz is None else 1 / hz
         self._worker = Worker("piston agent")
         # Plain, not an Event: a signal handler that takes an Event's lock may wait for itself.
         self._stop: EndedBy | None = None
@@ -226,7 +213,6 @@ class Runtime:
         self._last_action: np.ndarray | None = None
         self._pending: Future[Mapping[str, Any]] | None = None
         self._hold_start: float | None = None
-        self._hold_reason = ""
 
     def stop(self) -> None:
         """End after the current step; from a hook or another thread."""
@@ -241,7 +227,7 @@ class Runtime:
         previous = signal.signal(signal.SIGINT, self._interrupt) if is_main else None
         try:
             self._call_hooks("on_start")
-            for episode in range(self._num_episodes):
+            for episode in range(self.num_episodes):
                 self._summary.ended_by = "error"
                 self._summary.ended_by = self._run_episode(episode)
                 if self._summary.ended_by not in ("done", "max_steps"):
@@ -260,15 +246,14 @@ class Runtime:
         self._stop = "interrupted"
 
     def _run_episode(self, episode: int) -> EndedBy:
-        self._environment.reset()
+        self.environment.reset()
         if self._pending is not None:
             self._pending.cancel()
-            self._pending = None
         # In the worker, after whatever the agent is still doing for the last episode.
-        reset = self._worker.submit(self._agent.reset)
-        if self._wait(reset):
+        reset = self._worker.submit(self.agent.reset)
+        if self._wait(math.inf, reset):
             reset.result()
-        self._pacer = self._last_action = self._hold_start = None
+        self._pending = self._pacer = self._last_action = self._hold_start = None
         self._call_hooks("on_episode_start", episode)
         ended_by: EndedBy = "error"
         try:
@@ -284,9 +269,9 @@ class Runtime:
         for step in itertools.count():
             if self._stop is not None:
                 return self._stop
-            if self._environment.is_done():
+            if self.environment.is_done():
                 return "done"
-            if step == self._max_steps:
+            if step == self.max_steps:
                 return "max_steps"
             if not self._run_step(step):
                 break
@@ -296,51 +281,52 @@ class Runtime:
     def _run_step(self, step: int) -> bool:
         """Observe, ask, act; return False to end the run here."""
         begin = time.monotonic()
-        observation = self._environment.get_observation()
+        observation = self.environment.get_observation()
         self._call_hooks("on_observation", step, observation)
-        has_fallback = self._last_action is not None or self._safe_action is not None
+        has_fallback = self._last_action is not None or self.safe_action is not None
         if self._pacer is None and has_fallback:
-            self._pacer = Pacer(self._period or 0.0, begin)
-        result = self._answer(observation, begin, has_fallback)
+            self._pacer = Pacer(self._period, begin)
+        answer = self._answer(observation, begin, has_fallback)
         if self._pacer is None:
             # The first answer may take long (a model warms up); the rate counts from here.
             begin = time.monotonic()
-            self._pacer = Pacer(self._period or 0.0, begin)
+            self._pacer = Pacer(self._period, begin)
         if self._stop is not None:
             return False
-        is_held = result is None or bool(result.get("held"))
-        if result is not None and is_held:
-            self._hold_reason = "the agent holds its last action"
-        if is_held and self._safe_action is not None:
-            action = np.asarray(self._safe_action(observation, self._last_action))
-        elif result is not None:
-            one = (
-                "one action (dim,): wrap a policy that gives chunks, such as a Client, in a broker"
-            )
-            action = checked_actions(result, ndim=1, expected=one)
+        if isinstance(answer, str):
+            result: Mapping[str, Any] = {"actions": self._last_action}
+            hold_reason = answer
         else:
-            assert self._last_action is not None, "without a fallback the first answer is awaited"
-            action = self._last_action
+            result = answer
+            hold_reason = "the agent holds its last action" if answer.get("held") else ""
+        if hold_reason and self.safe_action is not None:
+            result = {"actions": self.safe_action(observation, self._last_action)}
+        action = self._apply(result)
+        self._call_hooks("on_action", step, action, None if hold_reason else result)
+        self._summary.step_seconds.append(time.monotonic() - begin)
+        return self._count_hold(step, hold_reason)
+
+    def _apply(self, result: Mapping[str, Any]) -> np.ndarray:
+        """Execute one action. All pass these checks: the agent's own, held and safe ones."""
+        one = "one action (dim,): wrap a policy that gives chunks, such as a Client, in a broker"
+        action = checked_actions(result, 1, one)
         # A copy: what is held must not change with what the robot does to its own.
         self._last_action = action.copy()
-        self._environment.apply_action(action)
-        self._call_hooks("on_action", step, action, None if is_held else result)
-        self._summary.step_seconds.append(time.monotonic() - begin)
-        return self._count_hold(step, is_held)
+        self.environment.apply_action(action)
+        return action
 
     def _answer(
         self, observation: Mapping[str, Any], begin: float, has_fallback: bool
-    ) -> Mapping[str, Any] | None:
-        """Return the agent's result; None if it is late or the server is away."""
+    ) -> Mapping[str, Any] | str:
+        """Return the agent's result, or the reason why there is none (it is late, or away)."""
         if self._pending is None:
             self._pending = self._worker.submit(self._ask, observation)
-        deadline = None
-        if self._period is not None and self._pacer is not None:
+        deadline = math.inf
+        if self._period and self._pacer is not None:
             planned = self._pacer.begin + _ANSWER_BY * self._period
             deadline = max(planned, begin + _AT_LEAST * self._period)
-        if not self._wait(self._pending, deadline):
-            self._hold_reason = "the agent has not answered yet"
-            return None
+        if not self._wait(deadline, self._pending):
+            return "the agent has not answered yet"
         pending, self._pending = self._pending, None
         try:
             return pending.result()
@@ -348,37 +334,34 @@ class Runtime:
             if not has_fallback:
                 raise
             self._summary.last_error = error
-            self._hold_reason = f"{type(error).__name__}: {error}"
-            return None
+            return f"{type(error).__name__}: {error}"
 
     def _ask(self, observation: Mapping[str, Any]) -> Mapping[str, Any]:
         begin = time.monotonic()
         try:
-            return self._agent.infer(observation)
+            return self.agent.infer(observation)
         finally:
             self._summary.agent_seconds.append(time.monotonic() - begin)
 
-    def _count_hold(self, step: int, is_held: bool) -> bool:
-        """Count a held step; return False if holding has lasted too long."""
+    def _count_hold(self, step: int, reason: str) -> bool:
+        """Count a step that was held for a reason; return False if holding has lasted too long."""
         now = time.monotonic()
-        if self._hold_start is not None:
-            self._summary.longest_hold = max(self._summary.longest_hold, now - self._hold_start)
-        if not is_held:
+        held_for = 0.0 if self._hold_start is None else now - self._hold_start
+        self._summary.longest_hold = max(self._summary.longest_hold, held_for)
+        if not reason:
             self._hold_start = None
             return True
+        self._hold_start = now - held_for
         self._summary.num_held += 1
-        if self._hold_start is None:
-            self._hold_start = now
-        logger.debug("Holding at step %d: %s", step, self._hold_reason)
-        self._call_hooks("on_hold", step, self._hold_reason)
-        held_for = now - self._hold_start
-        if held_for < self._max_hold:
+        logger.debug("Holding at step %d: %s", step, reason)
+        self._call_hooks("on_hold", step, reason)
+        if held_for < self.max_hold:
             return True
-        logger.error("Stopped: no new action for %.1f s: %s.", held_for, self._hold_reason)
+        logger.error("Stopped: no new action for %.1f s: %s.", held_for, reason)
         return False
 
     def _wait_for_next_step(self, step: int) -> None:
-        if self._period is None or self._pacer is None:
+        if not self._period or self._pacer is None:
             return
         overrun, num_skipped = self._pacer.advance(time.monotonic())
         if overrun > 0:
@@ -386,18 +369,20 @@ class Runtime:
             self._summary.worst_overrun = max(self._summary.worst_overrun, overrun)
             self._summary.num_skipped += num_skipped
             self._call_hooks("on_overrun", step, overrun)
-        while (left := self._pacer.begin - time.monotonic()) > 0 and self._stop is None:
-            time.sleep(min(left, _CHECK_SECONDS))
+        self._wait(self._pacer.begin)
 
-    def _wait(self, future: Future[Any], deadline: float | None = None) -> bool:
-        """Wait until it is done, the deadline, or a stop; return whether it is done."""
-        while not future.done() and self._stop is None:
-            left = _CHECK_SECONDS if deadline is None else deadline - time.monotonic()
-            if left <= 0:
+    def _wait(self, deadline: float, future: Future[Any] | None = None) -> bool:
+        """Wait until the deadline, a stop, or the future is done; return whether it is."""
+        while self._stop is None and not (future and future.done()):
+            seconds = min(deadline - time.monotonic(), _CHECK_SECONDS)
+            if seconds <= 0:
                 break
-            concurrent.futures.wait([future], timeout=min(left, _CHECK_SECONDS))
-        return future.done()
+            if future is None:
+                time.sleep(seconds)
+            else:
+                concurrent.futures.wait([future], seconds)
+        return future is not None and future.done()
 
     def _call_hooks(self, event: str, *args: Any) -> None:
-        for hooks in self._hooks:
+        for hooks in self.hooks:
             getattr(hooks, event)(*args)

@@ -40,8 +40,7 @@ class RecordingPolicy:
         self._policy, self._folder, self._fps, self._clock = policy, Path(folder), fps, clock
         self._folder.mkdir(parents=True, exist_ok=True)  # fails now rather than in an hour
         self._recorder: Recorder | None = None
-        self._prompt: str | None = None
-        self._last = 0.0
+        self._prompt, self._last = "", 0.0
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -59,7 +58,7 @@ class RecordingPolicy:
 
     def close(self) -> None:
         if self._recorder is not None:
-            self._end_episode()
+            self._end_episode(self._recorder)
             self._recorder.finalize()
             self._recorder = None
 
@@ -70,15 +69,14 @@ class RecordingPolicy:
         if self._recorder is None:
             self._recorder = Recorder(self._folder, self._fps, _features(frame), resume=True)
         elif prompt != self._prompt or now - self._last > _PAUSE:
-            self._end_episode()
+            self._end_episode(self._recorder)
         self._prompt, self._last = prompt, now
         self._recorder.add_frame(frame, task=prompt)
 
-    def _end_episode(self) -> None:
-        assert self._recorder is not None
-        if self._recorder.num_unsaved_frames:
-            self._recorder.save_episode()
-            logger.info("Recorded episode %d in %s", self._recorder.num_episodes, self._folder)
+    def _end_episode(self, recorder: Recorder) -> None:
+        if recorder.num_unsaved_frames:
+            recorder.save_episode()
+            logger.info("Recorded episode %d in %s", recorder.num_episodes, self._folder)
 
 
 def _frame(observation: Mapping[str, Any], chunk: np.ndarray) -> dict[str, np.ndarray]:
@@ -94,13 +92,9 @@ def _frame(observation: Mapping[str, Any], chunk: np.ndarray) -> dict[str, np.nd
 
 
 def _features(frame: Mapping[str, np.ndarray]) -> dict[str, dict[str, Any]]:
-    features: dict[str, dict[str, Any]] = {}
-    for name, array in frame.items():
-        is_image = name.startswith("observation.images.")
-        axes = ["height", "width", "channels"] if is_image else None
-        features[name] = {
-            "dtype": "video" if is_image else "float32",
-            "shape": array.shape,
-            "names": axes,
-        }
-    return features
+    image = {"dtype": "video", "names": ["height", "width", "channels"]}
+    vector = {"dtype": "float32", "names": None}
+    return {
+        name: {**(image if array.ndim == 3 else vector), "shape": array.shape}
+        for name, array in frame.items()
+    }

@@ -57,11 +57,11 @@ class Outcome:
 
 
 @dataclasses.dataclass(eq=False)
-class Request:
+class _Request:
     observation: Observation
     source: Hashable  # the connection that asks
-    finish: Callable[[Outcome], None]  # called in the event loop
-    arrived: float = dataclasses.field(default_factory=time.perf_counter)
+    arrived: float
+    outcome: asyncio.Future[Outcome]
 
 
 @dataclasses.dataclass
@@ -75,12 +75,10 @@ class _Rhythm:
 class Batcher:
     """One policy, one queue and one inference thread. Call `start` once, `stop` once."""
 
-    def __init__(self, policy: Policy, *, max_batch: int, max_wait: float, max_queue: int) -> None:
+    def __init__(self, policy: Policy, max_batch: int, max_wait: float, max_queue: int) -> None:
         self._policy = policy
-        self._max_batch = max_batch
-        self._max_wait = max_wait
-        self._max_queue = max_queue
-        self._queue: collections.deque[Request] = collections.deque()
+        self._max_batch, self._max_wait, self._max_queue = max_batch, max_wait, max_queue
+        self._queue: collections.deque[_Request] = collections.deque()
         self._rhythms: dict[Hashable, _Rhythm] = {}
         self._worker = Worker("piston-inference")
         self._is_working = False
@@ -97,14 +95,16 @@ class Batcher:
         self._loop = asyncio.get_running_loop()
         return asyncio.wrap_future(self._worker.submit(warm_up or (lambda: None)))
 
-    def submit(self, request: Request) -> None:
+    def submit(self, observation: Observation, source: Hashable) -> asyncio.Future[Outcome]:
         """Add a request to the queue, or raise Busy if the queue is full."""
         if len(self._queue) >= self._max_queue:
             raise Busy(f"{len(self._queue)} requests are waiting already; ask again later.")
-        rhythm = self._rhythms.setdefault(request.source, _Rhythm())
+        request = _Request(observation, source, time.perf_counter(), self._loop.create_future())
+        rhythm = self._rhythms.setdefault(source, _Rhythm())
         rhythm.pause = request.arrived - rhythm.replied
         self._queue.append(request)
         self._schedule()
+        return request.outcome
 
     def forget(self, source: Hashable) -> None:
         """Drop the waiting requests of a connection that is closed."""
@@ -152,35 +152,18 @@ class Batcher:
 
     def _start_batch(self) -> None:
         self._waiting = None
-        size = min(len(self._queue), self._max_batch)
-        batch = [self._queue.popleft() for _ in range(size)]
         self._is_working = True
-        self._worker.submit(self._run_batch, batch)
+        size = min(len(self._queue), self._max_batch)
+        self._worker.submit(self._run_batch, [self._queue.popleft() for _ in range(size)])
 
-    def _finish_batch(self, batch: Sequence[Request], outcomes: Sequence[Outcome]) -> None:
-        self._is_working = False
-        self._idle_since = time.perf_counter()
-        self._last_seconds = outcomes[0].infer_ms / 1e3
-        for request in batch:
-            if request.source in self._rhythms:
-                self._rhythms[request.source].replied = self._idle_since
-        # First, so that the policy works while the replies are sent.
-        self._schedule()
-        for request, outcome in zip(batch, outcomes, strict=True):
-            try:
-                request.finish(outcome)
-            except Exception:
-                # A fault in the delivery of one reply must not affect the others.
-                logger.exception("A reply could not be delivered.")
-
-    def _run_batch(self, batch: list[Request]) -> None:
+    def _run_batch(self, batch: list[_Request]) -> None:
         """Called in the inference thread, as `_infer` is."""
         outcomes = self._infer(batch)
         # The loop is closed if the server has given up waiting for the policy.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._finish_batch, batch, outcomes)
 
-    def _infer(self, batch: Sequence[Request]) -> list[Outcome]:
+    def _infer(self, batch: Sequence[_Request]) -> list[Outcome]:
         """Return the outcomes of a batch; if it fails as a whole, run its requests one by one."""
         began = time.perf_counter()
         results: Sequence[Result | Exception]
@@ -200,3 +183,14 @@ class Batcher:
             Outcome(result, 1e3 * (began - request.arrived), infer_ms, len(batch))
             for request, result in zip(batch, results, strict=True)
         ]
+
+    def _finish_batch(self, batch: Sequence[_Request], outcomes: Sequence[Outcome]) -> None:
+        self._is_working = False
+        self._idle_since = time.perf_counter()
+        self._last_seconds = outcomes[0].infer_ms / 1e3
+        for request, outcome in zip(batch, outcomes, strict=True):
+            if request.source in self._rhythms:
+                self._rhythms[request.source].replied = self._idle_since
+            if not request.outcome.done():  # cancelled: the connection is closed
+                request.outcome.set_result(outcome)
+        self._schedule()

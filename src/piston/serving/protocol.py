@@ -11,9 +11,8 @@ A request that fails is answered like any other: with a request id by the map {"
 from __future__ import annotations
 
 import asyncio
-import collections
+import contextlib
 import dataclasses
-import functools
 import logging
 import math
 import time
@@ -27,7 +26,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.frames import CloseCode
 
 from piston.client.codec import BUSY, REQUEST_ID, ProtocolError, pack, unpack
-from piston.serving.batching import Batcher, Busy, Observation, Outcome, Request
+from piston.serving.batching import Batcher, Busy, Observation, Outcome
 from piston.serving.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -44,7 +43,6 @@ _MAX_ERROR_BYTES = 3_500  # a whole error reply stays below 4 KB
 _MAX_VALUES = 5_000
 # Smaller messages are decoded in the event loop (a tenth of a millisecond); a thread costs more.
 _LARGE_MESSAGE = 4 * 2**20
-# Larger replies are sent by a task that waits until the client takes them.
 _LARGE_REPLY = 64 * 2**10
 # Requests of one connection that may be unanswered at the same time.
 _SLOTS = 8
@@ -93,8 +91,24 @@ def _find_not_finite(value: Any) -> str | None:
     return "" if is_float and not np.isfinite(value).all() else None
 
 
-def encode_error(kind: str, message: str, request_id: int | None) -> bytes | str:
-    """Return an error reply of at most 4 KB, whatever the message quotes."""
+def encode_error(
+    error: Exception, request_id: int | None, *, debug: bool = False
+) -> tuple[str, bytes | str]:
+    """Return an error's type, and a reply of at most 4 KB with its message and notes.
+
+    Policies refuse bad observations with ValueError and LookupError. With `debug` the message is a
+    traceback.
+    """
+    is_bad_request = isinstance(error, ValueError | LookupError)
+    kind = BUSY if isinstance(error, Busy) else BAD_REQUEST if is_bad_request else INTERNAL
+    if debug:
+        message = "".join(traceback.format_exception(error))
+    else:
+        # str(KeyError("…")) would quote the message.
+        is_quoted = type(error) is KeyError and error.args
+        message = str(error.args[0] if is_quoted else error) or type(error).__name__
+        prefix = f"{type(error).__name__}: " if kind == INTERNAL else ""
+        message = "\n".join([prefix + message, *getattr(error, "__notes__", [])])
     # A lone surrogate, which a policy may have quoted, can be neither packed nor sent.
     data = message.encode("utf-8", errors="backslashreplace")
     if len(data) > _MAX_ERROR_BYTES:
@@ -103,35 +117,8 @@ def encode_error(kind: str, message: str, request_id: int | None) -> bytes | str
         data = data[:half] + " … ".encode() + data[-half:]
     message = data.decode(errors="ignore")
     if request_id is None:
-        return f"{kind}: {message}"
-    return pack({"error": {"type": kind, "message": message}, REQUEST_ID: request_id})
-
-
-def describe(error: Exception, *, debug: bool) -> tuple[str, str]:
-    """Return an error's type, and its message with the notes that transforms added to it.
-
-    Policies refuse bad observations with ValueError and LookupError. With `debug` the message is a
-    traceback.
-    """
-    is_bad_request = isinstance(error, ValueError | LookupError)
-    kind = BUSY if isinstance(error, Busy) else BAD_REQUEST if is_bad_request else INTERNAL
-    if debug:
-        return kind, "".join(traceback.format_exception(error))
-    # str(KeyError("…")) would quote the message.
-    is_quoted = type(error) is KeyError and error.args
-    message = str(error.args[0] if is_quoted else error) or type(error).__name__
-    if kind == INTERNAL:
-        message = f"{type(error).__name__}: {message}"
-    return kind, "\n".join([message, *getattr(error, "__notes__", [])])
-
-
-@dataclasses.dataclass(eq=False)
-class _Ticket:
-    """One request of a session, and its reply once there is one."""
-
-    request_id: int | None
-    arrived: float
-    reply: bytes | str | None = None
+        return kind, f"{kind}: {message}"
+    return kind, pack({"error": {"type": kind, "message": message}, REQUEST_ID: request_id})
 
 
 async def first_of(*awaitables: Awaitable[Any]) -> None:
@@ -142,177 +129,128 @@ async def first_of(*awaitables: Awaitable[Any]) -> None:
         task.cancel()
 
 
+@dataclasses.dataclass(eq=False)
 class Session:
-    """Serves one connection until it closes, or until `stop` and the last reply.
+    """Serves one connection until it closes, or the server stops and all requests are answered.
 
-    A request takes one of a few slots until its reply is sent, so a client that sends faster than
-    the policy works, or does not take its replies, is read no further. Replies to requests without
-    an id keep their order, because their sender could not tell them apart.
+    One task reads; each request has a task that waits for the policy and sends the reply. A request
+    takes one of a few slots until then, so a client that sends faster than the policy works, or
+    does not take its replies, is read no further.
     """
 
-    def __init__(
-        self,
-        connection: ServerConnection,
-        batcher: Batcher,
-        metrics: Metrics,
-        *,
-        send_timeout: float,
-        debug: bool,
-    ) -> None:
-        self._connection = connection
-        self._batcher = batcher
-        self._metrics = metrics
-        self._send_timeout = send_timeout
-        self._debug = debug
+    connection: ServerConnection
+    batcher: Batcher
+    metrics: Metrics
+    send_timeout: float
+    debug: bool
+
+    def __post_init__(self) -> None:
+        self._answers: set[asyncio.Task[None]] = set()
         self._slots = asyncio.Semaphore(_SLOTS)
-        # Requests without an id that are not answered yet, oldest first.
-        self._in_order: collections.deque[_Ticket] = collections.deque()
-        # Replies that the client has to take first, and the task that sends them.
-        self._outbox: collections.deque[_Ticket] = collections.deque()
-        self._sending: asyncio.Task[None] | None = None
+        # Held by one request without an id after the other: their client cannot tell replies apart.
+        self._order = asyncio.Lock()
+        self._sending = asyncio.Lock()
         self._previous_total_ms: float | None = None
         self._has_warned = False
-        self._reading: asyncio.Task[None] | None = None
-        self._is_stopping = False
 
-    async def run(self, metadata: bytes) -> None:
-        """Send the metadata, then a reply to each request."""
+    async def run(self, metadata: bytes, ready: asyncio.Event, stopping: asyncio.Event) -> None:
+        """Send the metadata once the server is ready, then a reply to each request."""
+        reading = asyncio.create_task(self._read(metadata, ready))
         try:
-            await self._connection.send(metadata)
-            self._reading = asyncio.create_task(self._read())
-            if self._is_stopping:
-                self._reading.cancel()
-            await first_of(self._reading, self._connection.wait_closed())
-            if self._reading.done() and not self._reading.cancelled():
-                self._reading.result()
-            if self._is_stopping:
-                answered = asyncio.gather(*(self._slots.acquire() for _ in range(_SLOTS)))
-                await first_of(answered, self._connection.wait_closed())
-                await self._connection.close(CloseCode.GOING_AWAY, "the server is shutting down")
-        except ConnectionClosed:
-            pass
+            await first_of(reading, self.connection.wait_closed(), stopping.wait())
+            if reading.done():
+                reading.result()
+            if stopping.is_set():
+                answered = asyncio.gather(*self._answers, return_exceptions=True)
+                await first_of(answered, self.connection.wait_closed())
+                await self.connection.close(CloseCode.GOING_AWAY, "the server is shutting down")
         finally:
-            for task in (self._reading, self._sending):
-                if task is not None:
-                    task.cancel()
-            self._batcher.forget(self)
+            for task in (reading, *self._answers):
+                task.cancel()
+            self.batcher.forget(self)
 
-    def stop(self) -> None:
-        """Read no more; `run` returns when every request has been answered."""
-        self._is_stopping = True
-        if self._reading is not None:
-            self._reading.cancel()
+    async def _read(self, metadata: bytes, ready: asyncio.Event) -> None:
+        await ready.wait()
+        with contextlib.suppress(ConnectionClosed):
+            await self.connection.send(metadata)
+            while True:
+                await self._slots.acquire()
+                await self._accept(await self.connection.recv())
 
-    async def _read(self) -> None:
-        while True:
-            await self._slots.acquire()
-            try:
-                is_accepted = await self._handle(await self._connection.recv())
-            except asyncio.CancelledError:
-                self._slots.release()
-                raise
-            if not is_accepted:
-                # Without this, a flood of bad messages that have arrived would run in one go.
-                await asyncio.sleep(0)
-
-    async def _handle(self, message: bytes | str) -> bool:
-        """Hand a request to the policy; return False if it is refused, which is answered here."""
+    async def _accept(self, message: bytes | str) -> None:
+        """Hand a request to the policy, or refuse it, and begin a task that sends the answer."""
         arrived = time.perf_counter()
+        self.metrics.requests += 1
+        request_id: int | None = None
+        answer: asyncio.Future[Outcome] | bytes | str
         try:
             if len(message) < _LARGE_MESSAGE:
                 observation, request_id = decode_request(message)
             else:
                 observation, request_id = await asyncio.to_thread(decode_request, message)
-        except BadRequest as error:
-            self._refuse(self._open(error.request_id, arrived), error)
-            return False
-        ticket = self._open(request_id, arrived)
-        finish = functools.partial(self._finish, ticket)
-        try:
-            self._batcher.submit(Request(observation, self, finish, arrived))
-        except Busy as error:
-            self._refuse(ticket, error)
-            return False
-        return True
+            answer = self.batcher.submit(observation, self)
+        except (BadRequest, Busy) as error:
+            request_id = getattr(error, "request_id", request_id)
+            answer = self._refuse(error, request_id)
+        task = asyncio.create_task(self._answer(answer, request_id, arrived))
+        self._answers.add(task)
+        task.add_done_callback(self._end)
 
-    def _open(self, request_id: int | None, arrived: float) -> _Ticket:
-        self._metrics.requests += 1
-        ticket = _Ticket(request_id, arrived)
-        if request_id is None:
-            self._in_order.append(ticket)
-        return ticket
+    async def _answer(
+        self, answer: asyncio.Future[Outcome] | bytes | str, request_id: int | None, arrived: float
+    ) -> None:
+        async with self._order if request_id is None else contextlib.nullcontext():
+            if isinstance(answer, asyncio.Future):
+                answer = self._encode(await answer, request_id)
+            await self._send(answer)
+        total = time.perf_counter() - arrived
+        self._previous_total_ms = 1e3 * total
+        self.metrics.observe("request_seconds", total)
 
-    def _finish(self, ticket: _Ticket, outcome: Outcome) -> None:
-        self._metrics.batch_size.observe(outcome.batch_size)
-        self._metrics.inference.observe(outcome.infer_ms / 1e3)
-        self._metrics.queue.observe(outcome.queue_ms / 1e3)
-        if isinstance(outcome.result, Exception):
-            self._refuse(ticket, outcome.result)
+    async def _send(self, reply: bytes | str) -> None:
+        if len(reply) < _LARGE_REPLY and not self.connection.transport.get_write_buffer_size():
+            # `broadcast` does not wait for the client; `send` takes a tenth of a millisecond more.
+            broadcast([self.connection], reply)
             return
+        try:
+            async with self._sending, asyncio.timeout(self.send_timeout):
+                await self.connection.send(reply)
+        except TimeoutError:
+            peer = self.connection.remote_address
+            logger.warning("%s took nothing for %g s: cut off.", peer, self.send_timeout)
+            self.connection.transport.abort()
+        except ConnectionClosed:
+            pass
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self._answers.discard(task)
+        self._slots.release()
+
+    def _encode(self, outcome: Outcome, request_id: int | None) -> bytes | str:
+        self.metrics.observe("batch_size", outcome.batch_size)
+        self.metrics.observe("inference_seconds", outcome.infer_ms / 1e3)
+        self.metrics.observe("queue_seconds", outcome.queue_ms / 1e3)
+        if isinstance(outcome.result, Exception):
+            return self._refuse(outcome.result, request_id)
         timing = {name: getattr(outcome, name) for name in ("infer_ms", "queue_ms", "batch_size")}
         if self._previous_total_ms is not None:
             timing["prev_total_ms"] = self._previous_total_ms
-        id_field = {} if ticket.request_id is None else {REQUEST_ID: ticket.request_id}
+        id_field = {} if request_id is None else {REQUEST_ID: request_id}
         try:
-            reply = pack({**outcome.result, "server_timing": timing, **id_field})
+            return pack({**outcome.result, "server_timing": timing, **id_field})
         except (ProtocolError, TypeError) as error:
-            self._refuse(ticket, RuntimeError(f"The policy's result cannot be sent. {error}"))
-        else:
-            self._answer(ticket, reply)
+            failure = RuntimeError(f"The policy's result cannot be sent. {error}")
+            return self._refuse(failure, request_id)
 
-    def _refuse(self, ticket: _Ticket, error: Exception) -> None:
-        """Answer with an error."""
-        kind, message = describe(error, debug=self._debug)
-        self._metrics.errors[kind] += 1
-        peer = self._connection.remote_address
+    def _refuse(self, error: Exception, request_id: int | None) -> bytes | str:
+        """Count and log an error; return the reply that says it."""
+        kind, reply = encode_error(error, request_id, debug=self.debug)
+        self.metrics.errors[kind] += 1
+        peer = self.connection.remote_address
         if kind == INTERNAL:
             logger.error("The policy failed with a request of %s.", peer, exc_info=error)
         elif not self._has_warned:
             # Once: a robot whose requests are refused asks many times a second.
             self._has_warned = True
             logger.warning("A request of %s was refused (more are only counted): %s", peer, error)
-        self._answer(ticket, encode_error(kind, message, ticket.request_id))
-
-    def _answer(self, ticket: _Ticket, reply: bytes | str) -> None:
-        """Send the reply; one without an id only after all those before it."""
-        ticket.reply = reply
-        if ticket.request_id is not None:
-            self._post(ticket)
-        while self._in_order and self._in_order[0].reply is not None:
-            self._post(self._in_order.popleft())
-
-    def _post(self, ticket: _Ticket) -> None:
-        """Send at once if the connection takes it, otherwise in a task that waits for the client.
-
-        `broadcast` is websockets' way to send without waiting.
-        """
-        assert ticket.reply is not None
-        is_behind = self._outbox or self._connection.transport.get_write_buffer_size() > 0
-        if not is_behind and len(ticket.reply) < _LARGE_REPLY:
-            broadcast([self._connection], ticket.reply)
-            self._end(ticket)
-            return
-        self._outbox.append(ticket)
-        if self._sending is None or self._sending.done():
-            self._sending = asyncio.create_task(self._send_outbox())
-
-    async def _send_outbox(self) -> None:
-        try:
-            while self._outbox:
-                ticket = self._outbox[0]
-                assert ticket.reply is not None
-                async with asyncio.timeout(self._send_timeout):
-                    await self._connection.send(ticket.reply)
-                self._end(self._outbox.popleft())
-        except TimeoutError:
-            peer = self._connection.remote_address
-            logger.warning("%s took nothing for %g s: cut off.", peer, self._send_timeout)
-            self._connection.transport.abort()
-        except ConnectionClosed:
-            pass
-
-    def _end(self, ticket: _Ticket) -> None:
-        total = time.perf_counter() - ticket.arrived
-        self._previous_total_ms = 1e3 * total
-        self._metrics.total.observe(total)
-        self._slots.release()
+        return reply

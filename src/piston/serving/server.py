@@ -32,6 +32,7 @@ from websockets.frames import CloseCode
 from websockets.http11 import Request, Response
 
 from piston.client.codec import pack
+from piston.client.worker import Worker
 from piston.serving import metrics, protocol
 from piston.serving.batching import Batcher, Policy
 
@@ -43,6 +44,7 @@ WarmUp = Callable[[], object]
 _websockets_logger = logging.getLogger(f"{__name__}.websockets")
 _websockets_logger.setLevel(logging.CRITICAL)
 
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _CLOSE_TIMEOUT = 2.0
 # Frames that may wait in memory on one connection before it is read no further.
 _FRAMES_AHEAD = 2
@@ -89,16 +91,15 @@ class ServerConfig:
     debug: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("max_batch", "max_queue", "max_connections", "max_message_bytes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1.")
+        counts = ("max_batch", "max_queue", "max_connections", "max_message_bytes")
+        for name, least in {**dict.fromkeys(counts, 1), "port": 0, "max_wait_ms": 0}.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected at least {least}.")
         for name in ("send_timeout_s", "ping_timeout_s", "shutdown_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected more than 0.")
-        if not 0 <= self.port < 2**16:
-            raise ValueError(f"port is {self.port}; expected 0 (any free one) to 65535.")
-        if self.max_wait_ms < 0:
-            raise ValueError(f"max_wait_ms is {self.max_wait_ms}; expected 0 or more.")
+        if self.port >= 2**16:
+            raise ValueError(f"port is {self.port}; expected at most 65535.")
         if self.api_key is not None and not re.fullmatch("[!-~]+", self.api_key):
             raise ValueError(
                 "api_key is empty, or has spaces or characters that no HTTP header can carry. Use "
@@ -110,12 +111,9 @@ class ServerConfig:
     @property
     def is_local(self) -> bool:
         """Whether only this machine can connect."""
-        if self.host == "localhost":
-            return True
-        try:
+        with contextlib.suppress(ValueError):
             return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return self.host == "localhost"
 
     def tls(self) -> ssl.SSLContext | None:
         """Read the certificate files; an error names the one that is missing or wrong."""
@@ -141,7 +139,6 @@ def run_server(
     """Serve until SIGTERM or SIGINT, then finish what is in flight.
 
     Returns whether all of it was finished: if not, the policy is still working in its thread.
-
     `warm_up` runs first, in the thread that will infer; no client is answered until it is done.
     """
 
@@ -154,15 +151,14 @@ def run_server(
 
     async def run_until_signal() -> None:
         loop = asyncio.get_running_loop()
-        signals = (signal.SIGTERM, signal.SIGINT)
 
         def stop() -> None:
-            for number in signals:
+            for number in _STOP_SIGNALS:
                 loop.remove_signal_handler(number)
             logger.info("Told to stop: finishing what is in flight. A second signal ends at once.")
             server.stop()
 
-        for number in signals:
+        for number in _STOP_SIGNALS:
             loop.add_signal_handler(number, stop)
         await server.run()
 
@@ -177,27 +173,16 @@ def running_server(
 ) -> Iterator[Server]:
     """Run a server in a thread, ready on entry, finished on exit; by default on any free port."""
     server = Server(policy, config or ServerConfig(port=0), warm_up=warm_up)
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            asyncio.run(server.run())
-        except BaseException as error:
-            failures.append(error)
-        finally:
-            server.ready.set()
-
-    thread = threading.Thread(target=run, name="piston-server", daemon=True)
-    thread.start()
+    worker = Worker("piston-server")
+    serving = worker.submit(lambda: asyncio.run(server.run()))
+    serving.add_done_callback(lambda _: server.ready.set())
     server.ready.wait()
     try:
-        if not failures:
+        if not serving.done():
             yield server
     finally:
         server.stop()
-        thread.join()
-    if failures:
-        raise failures[0]
+        serving.result()
 
 
 class Server:
@@ -215,18 +200,13 @@ class Server:
         version = importlib.metadata.version("piston")
         about = {"version": version, "protocol": protocol.VERSION, "name": config.name}
         self._metadata = pack({**policy.metadata, "piston": about})
-        self._batcher = Batcher(
-            policy,
-            max_batch=config.max_batch,
-            max_wait=config.max_wait_ms / 1e3,
-            max_queue=config.max_queue,
-        )
-        # Each connection's session, and the task that runs it.
-        self._sessions: dict[protocol.Session, asyncio.Task[None]] = {}
-        self._metrics = metrics.Metrics(protocol.ERROR_TYPES, self._batcher, self._sessions)
+        max_wait = config.max_wait_ms / 1e3
+        self._batcher = Batcher(policy, config.max_batch, max_wait, config.max_queue)
+        self._metrics = metrics.Metrics(protocol.ERROR_TYPES)
+        # The tasks that run the sessions of all connections.
+        self._sessions: set[asyncio.Task[Any]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._warm = asyncio.Event()
-        self._stopping = asyncio.Event()
+        self._warm, self._stopping = asyncio.Event(), asyncio.Event()
 
     @property
     def url(self) -> str:
@@ -258,12 +238,10 @@ class Server:
             await self._stopping.wait()
         finally:
             listener.close(close_connections=False)
-            # Sessions that wait for the warm-up must end.
-            self._warm.set()
-            for session in self._sessions:
-                session.stop()
-            if tasks := list(self._sessions.values()):
-                _, cut = await asyncio.wait(tasks, timeout=self._config.shutdown_timeout_s)
+            self._stopping.set()
+            if self._sessions:
+                timeout = self._config.shutdown_timeout_s
+                _, cut = await asyncio.wait(self._sessions, timeout=timeout)
                 if cut:
                     logger.warning("%d connections were cut off with requests in flight.", len(cut))
             self.finished = self._batcher.stop(timeout=_CLOSE_TIMEOUT)
@@ -307,57 +285,47 @@ class Server:
             if self._warm.is_set():
                 return connection.respond(HTTPStatus.OK, "OK\n")
             return connection.respond(HTTPStatus.SERVICE_UNAVAILABLE, "The policy warms up.\n")
-        expected = f"Api-Key {self._config.api_key}"
+        key = self._config.api_key
         found = "\n".join(request.headers.get_all("Authorization"))
         # The comparison takes the same time however much of the key is right.
-        if self._config.api_key is not None and not hmac.compare_digest(
-            found.encode(errors="surrogateescape"), expected.encode()
+        if key is not None and not hmac.compare_digest(
+            found.encode(errors="surrogateescape"), f"Api-Key {key}".encode()
         ):
             logger.warning("%s has no valid API key: refused.", connection.remote_address)
-            response = connection.respond(
-                HTTPStatus.UNAUTHORIZED, "Expected the header `Authorization: Api-Key …`.\n"
-            )
+            text = "Expected the header `Authorization: Api-Key …`.\n"
+            response = connection.respond(HTTPStatus.UNAUTHORIZED, text)
             response.headers["WWW-Authenticate"] = "Api-Key"
             return response
         if path == "/metrics":
-            response = connection.respond(HTTPStatus.OK, self._metrics.render())
+            text = self._metrics.render(len(self._batcher), len(self._sessions))
+            response = connection.respond(HTTPStatus.OK, text)
             del response.headers["Content-Type"]
             response.headers["Content-Type"] = metrics.CONTENT_TYPE
             return response
         if len(self._sessions) >= self._config.max_connections:
-            return connection.respond(
-                HTTPStatus.SERVICE_UNAVAILABLE, "There are too many connections already.\n"
-            )
+            text = "There are too many connections already.\n"
+            return connection.respond(HTTPStatus.SERVICE_UNAVAILABLE, text)
         return None
 
     async def _serve(self, connection: ServerConnection) -> None:
         # Several connections may have passed `_process_request` together.
-        if len(self._sessions) >= self._config.max_connections:
-            await connection.close(CloseCode.TRY_AGAIN_LATER, "too many connections")
+        if self._stopping.is_set() or len(self._sessions) >= self._config.max_connections:
+            await connection.close(CloseCode.TRY_AGAIN_LATER, "no more connections are accepted")
             return
-        session = protocol.Session(
-            connection,
-            self._batcher,
-            self._metrics,
-            send_timeout=self._config.send_timeout_s,
-            debug=self._config.debug,
-        )
-        task = asyncio.current_task()
-        assert task is not None
-        self._sessions[session] = task
         transport: Any = connection.transport
         if hasattr(transport, "max_size"):
             transport.max_size = _READ_BYTES
+        timeout, debug = self._config.send_timeout_s, self._config.debug
+        session = protocol.Session(connection, self._batcher, self._metrics, timeout, debug)
+        task = asyncio.current_task()
+        assert task is not None
+        self._sessions.add(task)
         peer = connection.remote_address
         logger.info("%s connected (%d connections).", peer, len(self._sessions))
         try:
-            # A client that comes early waits for the metadata instead of failing.
-            await protocol.first_of(self._warm.wait(), connection.wait_closed())
-            if self._stopping.is_set():
-                session.stop()
-            await session.run(self._metadata)
+            await session.run(self._metadata, self._warm, self._stopping)
         except Exception:
             logger.exception("The connection of %s failed.", peer)
         finally:
-            del self._sessions[session]
+            self._sessions.discard(task)
             logger.info("%s has gone (%d connections).", peer, len(self._sessions))
