@@ -1,7 +1,8 @@
 """What a server adds to the time of its policy, and how it performs under load.
 
     overhead   one client, a policy that does nothing, three images: the round trip; beside it, in
-               turns, that of the least server there can be, which says what the machine is up to
+               turns, that of the least server there can be, which says what the machine is up to;
+               then the replies per second that several clients get from each, in turns as well
     load       many clients, a tiny model: replies per second without and with batching; every
                reply is compared with the one that the same observation got when it was alone
 
@@ -11,6 +12,7 @@ Servers run in processes of their own.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import dataclasses
 import importlib
@@ -60,13 +62,20 @@ class Arguments:
     max_batch: int = 16
     # Round trips of the overhead; 0 leaves it out.
     round_trips: int = 1000
+    # Clients that ask both servers at once, in turns of 0.3 s.
+    crowds: tuple[int, ...] = (8, 16)
+    # Turns of each crowd and server.
+    turns: int = 20
     # Of the model; the clients need cores as well.
     threads: int = 1
 
 
 def run(options: Arguments) -> int:
     if options.round_trips:
-        console().print(_overhead(options.round_trips))
+        with _process(_serve_idle) as (port, _), _process(_serve_least) as (least_port, _):
+            ports = {"this server": port, "least server": least_port}
+            console().print(_overhead(ports, options.round_trips))
+            console().print(_rates(ports, options.crowds, options.turns))
     if not options.seconds:
         return 0
     loads = [_load(options, max_batch) for max_batch in (1, options.max_batch)]
@@ -83,25 +92,59 @@ class Idle:
         return [{"actions": _ACTIONS} for _ in observations]
 
 
-def _overhead(num_round_trips: int) -> Table:
+def _three_images() -> dict[str, Any]:
     random = np.random.default_rng(0)
     images = {name: random.integers(256, size=(224, 224, 3), dtype=np.uint8) for name in _CAMERAS}
-    observation = {"images": images, "state": np.zeros(14, np.float32), "prompt": "do something"}
-    times: dict[str, list[float]] = {"this server": [], "least server": []}
-    with _process(_serve_idle) as (port, _), _process(_serve_least) as (least_port, _):
-        name, infer = _public_client(port)
-        _, infer_least = _public_client(least_port)
-        for number in range(-_WARM_UP, num_round_trips):
-            for which, ask in zip(times, (infer, infer_least), strict=True):
-                began = time.perf_counter()
-                reply = ask(observation)
-                milliseconds = 1e3 * (time.perf_counter() - began)
-                if number >= 0:
-                    times[which].append(milliseconds - reply["server_timing"]["infer_ms"])
+    return {"images": images, "state": np.zeros(14, np.float32), "prompt": "do something"}
+
+
+def _overhead(ports: Mapping[str, int], num_round_trips: int) -> Table:
+    observation = _three_images()
+    times: dict[str, list[float]] = {which: [] for which in ports}
+    clients = {which: _public_client(port) for which, port in ports.items()}
+    for number in range(-_WARM_UP, num_round_trips):
+        for which, (_, infer) in clients.items():
+            began = time.perf_counter()
+            reply = infer(observation)
+            milliseconds = 1e3 * (time.perf_counter() - began)
+            if number >= 0:
+                times[which].append(milliseconds - reply["server_timing"]["infer_ms"])
+    name = clients["this server"][0]
     title = f"Overhead, ms: {num_round_trips} round trips with three images through {name}"
     table = Table("", "median", "90 %", "99 %", "worst", title=title, title_justify="left")
     for which, found in times.items():
         table.add_row(which, *(f"{value:.2f}" for value in np.percentile(found, [50, 90, 99, 100])))
+    return table
+
+
+def _rates(ports: Mapping[str, int], crowds: tuple[int, ...], num_turns: int) -> Table:
+    """Replies per second of several clients, which are threads of this process."""
+    observation = _three_images()
+    title = "Replies per second with an idle policy and three images, medians"
+    table = Table("clients", *ports, "ratio", title=title, title_justify="left")
+
+    def ask(infer: Infer, deadline: float) -> int:
+        count = 0
+        while time.monotonic() < deadline:
+            infer(observation)
+            count += 1
+        return count
+
+    for size in crowds:
+        rates: dict[str, list[float]] = {which: [] for which in ports}
+        clients = {
+            which: [_public_client(port)[1] for _ in range(size)] for which, port in ports.items()
+        }
+        with concurrent.futures.ThreadPoolExecutor(size) as threads:
+            for turn in range(num_turns):
+                for which in list(ports)[:: 1 if turn % 2 else -1]:
+                    began = time.monotonic()
+                    deadlines = [began + 0.3] * size
+                    total = sum(threads.map(ask, clients[which], deadlines))
+                    rates[which].append(total / (time.monotonic() - began))
+        ratio = float(np.median(np.divide(*rates.values())))
+        medians = [f"{np.median(found):.0f}" for found in rates.values()]
+        table.add_row(str(size), *medians, f"{ratio:.2f}")
     return table
 
 

@@ -9,8 +9,10 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RUNS = {
     "stats.py --frames 2000 --horizon 5": ("1 thread:", "frames/s"),
-    "serve.py --seconds 0.5 --clients 3 --max-batch 3 --round-trips 5 --preset pi0_libero": (
+    "serve.py --seconds 0.5 --clients 3 --max-batch 3 --round-trips 5 --preset pi0_libero "
+    "--crowds 2 3 --turns 1": (
         *("this server", "least server", "replies per second", "swapped", "memory growth"),
+        "Replies per second",
     ),
     "train.py dummy --steps 1 --draws 1 --num-workers 0 --batch-size 2": (
         *("1 draw per prefix", "gradient checkpointing", "waiting for data"),
