@@ -1,5 +1,6 @@
 """Whatever is wrong with a request is that request's error, and nobody else's."""
 
+import contextlib
 import logging
 import pickle
 import re
@@ -172,8 +173,13 @@ def frame(num_bytes: int, *, opcode: int = 0x2, final: bool = True) -> bytes:
     return struct.pack("!BBQ", opcode | (0x80 if final else 0), 0x80 | 127, num_bytes) + b"\0" * 4
 
 
-def closed_for_size(websocket) -> str:
-    """Wait until the server closes the connection; return its reason."""
+def closed_for_size(websocket, *frames: bytes) -> str:
+    """Send a message of these frames, if any; return the reason why the server closes.
+
+    The server may do so before the last of them is sent.
+    """
+    with contextlib.suppress(ConnectionClosed):
+        websocket.send(frames)
     with pytest.raises(ConnectionClosed) as caught:
         websocket.recv(timeout=20)
     assert caught.value.rcvd.code == CloseCode.MESSAGE_TOO_BIG
@@ -201,13 +207,12 @@ def test_a_message_of_many_frames_has_the_same_limit(start, policy, observe):
         websocket.recv()
         websocket.send([good[:5000], good[5000:5001], b"", good[5001:]])
         assert isinstance(websocket.recv(timeout=5), bytes)
-        websocket.send([bytes(40_000)] * 5)
-        assert "100000 bytes" in closed_for_size(websocket)
+        assert "100000 bytes" in closed_for_size(websocket, *[bytes(40_000)] * 5)
     # One of its frames alone is too large.
     with open_websocket(server.url) as websocket:
         websocket.recv()
-        websocket.send([bytes(100), bytes(150_000), bytes(100)])
-        assert "150000 bytes" in closed_for_size(websocket)
+        reason = closed_for_size(websocket, bytes(100), bytes(150_000), bytes(100))
+        assert "150000 bytes" in reason
 
 
 def test_a_connection_that_ends_within_a_frame_disturbs_nobody(start, connect, policy, observe):
