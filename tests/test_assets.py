@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ClassVar
@@ -28,6 +29,7 @@ from piston import assets
 
 CONTENT = bytes(range(256)) * 1024  # 256 KiB
 OTHER = CONTENT[::-1]
+UNFINISHED = (".piston-partial.", ".piston-version.")
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -120,7 +122,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def leftovers(home: Path) -> list[Path]:
-    return [path for path in home.rglob("*") if ".partial" in path.name]
+    return [path for path in home.rglob("*") if path.name.startswith(UNFINISHED)]
 
 
 # Locations
@@ -252,16 +254,43 @@ def test_never_glues_two_versions(server: Server, changed: bytes, ranges: bool) 
     assert assets.resolve(server.location()).read_bytes() == changed
 
 
-def test_size_is_the_version_where_the_server_gives_none(server: Server) -> None:
+@pytest.mark.parametrize("changed", [OTHER, OTHER + b"longer"], ids=len)
+def test_without_a_version_a_download_starts_again(server: Server, changed: bytes) -> None:
     server.etag = False
-    server.break_after, server.change_to = {0: 100_000}, {1: OTHER + b"longer"}
-    assert assets.resolve(server.location()).read_bytes() == OTHER + b"longer"
+    server.break_after, server.change_to = {0: 100_000}, {1: changed}
+    assert assets.resolve(server.location()).read_bytes() == changed
+    assert [asked for _, asked in server.requests] == [None, None]
+
+
+def test_names_of_unfinished_files_do_not_collide(server: Server) -> None:
+    server.break_after = {1: 100_000}
+    other = assets.resolve(server.location("files/model.bin.partial"))
+    assert assets.resolve(server.location()).read_bytes() == CONTENT
+    assert other.read_bytes() == CONTENT
+    assert assets.resolve(server.location("files/model.bin.partial")) == other
+    for name in (*UNFINISHED, assets.COMPLETE):
+        with pytest.raises(ValueError, match="Piston's own"):
+            assets.resolve(server.location(f"files/{name}model.bin"))
+
+
+def test_https_never_leads_to_http() -> None:
+    follow = assets._EncryptedRedirects().redirect_request
+    found = http.client.HTTPMessage()
+    for scheme, address in (
+        ("http", "http://b/c"),
+        ("http", "https://b/c"),
+        ("https", "https://b"),
+    ):
+        request = urllib.request.Request(f"{scheme}://a/b")
+        assert follow(request, None, 302, "Found", found, address).full_url == address
+    with pytest.raises(assets.InsecureRedirect, match="http://b/c: not encrypted"):
+        follow(urllib.request.Request("https://a/b"), None, 302, "Found", found, "http://b/c")
 
 
 def test_partial_of_unknown_version_is_not_trusted(server: Server, home: Path) -> None:
     target = home / f"assets/http/127.0.0.1:{server.server_port}/files/model.bin"
     target.parent.mkdir(parents=True)
-    target.with_name("model.bin.partial").write_bytes(b"who knows")
+    target.with_name(".piston-partial.model.bin").write_bytes(b"who knows")
     assert assets.resolve(server.location()).read_bytes() == CONTENT
     assert server.requests == [("/files/model.bin", None)]
 
@@ -356,7 +385,7 @@ def test_killed_in_the_middle(server: Server, home: Path) -> None:
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    (partial,) = (path for path in leftovers(home) if path.suffix == ".partial")
+    (partial,) = (path for path in leftovers(home) if path.name.startswith(".piston-partial."))
     arrived = partial.stat().st_size
     assert 50_000 < arrived < len(CONTENT)
     server.delay = 0.0
@@ -507,7 +536,7 @@ def test_a_file_that_fails_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(PermissionError, match="not yours"):
         assets.resolve("bucket://things/model")
     folder = assets.home() / "assets/bucket/things/model"
-    assert (folder / "params/deep/b.partial").stat().st_size == 7000
+    assert (folder / "params/deep/.piston-partial.b").stat().st_size == 7000
     assert ("/things/model/params/deep/b", 7000) not in Bucket.reads
 
 

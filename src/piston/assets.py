@@ -2,14 +2,15 @@
 
     <home>/assets/<scheme>/<host or bucket>/<path>    users may also put files here by hand
         model.safetensors                   complete: only a rename gives a file this name
-        model.safetensors.partial           the bytes that have arrived
-        model.safetensors.partial.version   the version of the remote file that they belong to
+        .piston-partial.model.safetensors   the bytes that have arrived
+        .piston-version.model.safetensors   the version of the remote file that they belong to
         .piston-complete                    all files of this folder are there (JSON: versions)
         .piston-incomplete                  the same, while the folder is being downloaded
     <home>/locks/…                          one per file or folder that was ever downloaded
 
-A download that was interrupted continues where it stopped. Several processes may ask for the same
-location: one of them downloads it. What is there is used without asking for a newer version.
+A download that was interrupted continues where it stopped, if the server names versions of its
+files. Several processes may ask for the same location: one of them downloads it. What is there is
+used without asking for a newer version.
 """
 
 from __future__ import annotations
@@ -19,11 +20,9 @@ import dataclasses
 import errno
 import functools
 import hashlib
-import itertools
 import json
 import logging
 import os
-import queue
 import re
 import shlex
 import shutil
@@ -34,17 +33,18 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import filelock
 import fsspec
 from rich import filesize
 
-from piston.progress import BYTES, ProgressBar
+from piston.progress import BYTES, Progress, ProgressBar
 
 logger = logging.getLogger(__name__)
 
-COMPLETE, INCOMPLETE = ".piston-complete", ".piston-incomplete"
+_OWN = ".piston-"  # only this module writes files whose names start with this
+COMPLETE, INCOMPLETE = f"{_OWN}complete", f"{_OWN}incomplete"
 ATTEMPTS = 4  # in a row without a new byte
 BACKOFF = 0.5  # seconds before the second attempt; doubles with each further one
 TIMEOUT = 30.0  # seconds without data
@@ -53,12 +53,15 @@ FILES_AT_ONCE = 8
 _SECONDS_TO_STOP = 3.0
 
 T = TypeVar("T")
-Show = Callable[[int, int | None], None]  # bytes that are there, bytes of the whole file
 Infos = dict[str, dict[str, Any]]  # fsspec's description of each file, by its relative path
 
 
 class DownloadError(ConnectionError):
     """The network failed; the message says how to continue without it."""
+
+
+class InsecureRedirect(ValueError):
+    """An https:// location led to an address that is not encrypted."""
 
 
 class _Interrupted(Exception):
@@ -119,9 +122,6 @@ def resolve(location: str | os.PathLike[str], *, force: bool = False) -> Path:
     return target
 
 
-# Names.
-
-
 def _parts(location: str) -> list[str]:
     """Return the path of a location in the cache: host or bucket, folders, name."""
     scheme, _, path = location.partition("://")
@@ -136,6 +136,8 @@ def _parts(location: str) -> list[str]:
         hf = "hf://owner/name[/path] or hf://datasets/owner/name[/path]"
         expected = hf if scheme == "hf" else f"{scheme}://host-or-bucket/path"
         raise ValueError(f"{location} is too short; expected {expected}.")
+    if any(part.startswith(_OWN) for part in parts):
+        raise ValueError(f"{location}: names that start with {_OWN} are Piston's own.")
     if len(query) > 100:  # a signed URL: too long for a file name
         query = hashlib.sha256(query.encode()).hexdigest()[:16]
     if query:
@@ -178,9 +180,6 @@ _GS = Scheme(
 SCHEMES = {"http": _HTTP, "https": _HTTP, "gs": _GS, "hf": Scheme(_hf_command)}
 
 
-# The cache.
-
-
 def _is_present(target: Path) -> bool:
     """Whether a file exists, or a folder is marked complete, itself or by a folder around it."""
     if not target.is_dir():
@@ -218,7 +217,7 @@ def _download(location: str, target: Path, force: bool) -> None:
     logger.info("Downloading %s to %s", location, target)
     scheme, _, path = location.partition("://")
     if SCHEMES[scheme].is_http:
-        open_stream: OpenStream = functools.partial(_open_http, location)
+        source: Source = functools.partial(_open_http, location)
     else:
         try:
             files = fsspec.filesystem(scheme, skip_instance_cache=True)
@@ -231,10 +230,10 @@ def _download(location: str, target: Path, force: bool) -> None:
         if info["type"] == "directory":
             _download_folder(files, info["name"].rstrip("/"), target, location, force)
             return
-        open_stream = functools.partial(_open_file, files, info["name"], location)
+        source = functools.partial(_open_file, files, info["name"], location)
     there = 0 if force else _size_of(_partial_of(target))
     with ProgressBar(target.name, BYTES, done=there, after=1) as bar:
-        _fetch(open_stream, target, bar.show, force)
+        _fetch(source, target, bar.show, force)
 
 
 def _download_folder(files: Any, root: str, target: Path, location: str, force: bool) -> None:
@@ -246,7 +245,18 @@ def _download_folder(files: Any, root: str, target: Path, location: str, force: 
     for folder in folders:
         if (folder / COMPLETE).exists():
             (folder / COMPLETE).replace(folder / INCOMPLETE)
-    _remove_outdated(infos, target, force)
+    # Files of other versions that an earlier attempt left are removed.
+    note = target / INCOMPLETE
+    earlier = json.loads((note.read_text() if note.exists() else "") or "{}")
+    versions = {name: _version_of(info) for name, info in infos.items()}
+    for name in earlier.keys() | versions.keys():
+        file, now = target / name, versions.get(name)
+        if file.exists() and (
+            force or earlier.get(name, now) != now or file.stat().st_size != infos[name]["size"]
+        ):
+            logger.warning("Removing %s, to download it again", file)
+            file.unlink()
+    note.write_text(json.dumps(versions, indent=1))
     missing = [name for name in infos if not (target / name).exists()]
     there = sum(_size_of(_partial_of(target / name)) for name in missing)
     _require_space(target, sum(infos[name]["size"] for name in missing) - there)
@@ -264,60 +274,50 @@ def _by_relative_path(listing: Infos, root: str, location: str) -> Infos:
         if not name.startswith(root + "/"):
             raise ValueError(f"{location}: its listing has {name!r}, which is not in {root!r}.")
         parts = _safe_parts(name[len(root) + 1 :], location)
-        if parts[-1] not in (COMPLETE, INCOMPLETE):  # only this module writes these
+        if not any(part.startswith(_OWN) for part in parts):
             infos["/".join(parts)] = info
     if not infos:
         raise FileNotFoundError(f"{location} is a folder without any file.")
     return infos
 
 
-def _remove_outdated(infos: Infos, target: Path, force: bool) -> None:
-    """Remove files of other versions that an earlier attempt left; write down these versions."""
-    note = target / INCOMPLETE
-    earlier = json.loads((note.read_text() if note.exists() else "") or "{}")
-    versions = {name: _version_of(info) for name, info in infos.items()}
-    for name in earlier.keys() | versions.keys():
-        file, now = target / name, versions.get(name)
-        if not file.exists():
-            continue
-        if force or earlier.get(name, now) != now or file.stat().st_size != infos[name]["size"]:
-            logger.warning("Removing %s, to download it again", file)
-            file.unlink()
-    note.write_text(json.dumps(versions, indent=1))
-
-
 def _fetch_all(files: Any, infos: Infos, target: Path, location: str, force: bool) -> None:
     """Download several files at a time: a checkpoint has hundreds, most of them small."""
-    waiting = queue.SimpleQueue[str]()
-    for name in sorted(infos):
-        waiting.put(name)
-    done = {name: _size_of(target / name) or _size_of(_partial_of(target / name)) for name in infos}
+    waiting = iter(sorted(infos))  # which all threads share
+    sizes = {
+        name: _size_of(target / name) or _size_of(_partial_of(target / name)) for name in infos
+    }
     total = sum(info["size"] for info in infos.values())
-    bar = ProgressBar(target.name, BYTES, total, done=sum(done.values()), after=1)
+    bar = ProgressBar(target.name, BYTES, total, done=sum(sizes.values()), after=1)
     stopped, failures = threading.Event(), list[Exception]()
 
     def fetch_one(name: str) -> None:
-        def show(num_bytes: int, _: int | None) -> None:
+        def show(done: int, total: int | None = None, note: str = "") -> None:  # noqa: ARG001
             if stopped.is_set():
                 raise _Stopped
-            done[name] = num_bytes
-            bar.show(sum(done.values()))
+            sizes[name] = done
+            bar.show(sum(sizes.values()))
 
         with _lock(target / name, stopped):
             if not (target / name).is_file():
-                source = functools.partial(
-                    _open_file, files, infos[name]["name"], f"{location}/{name}"
-                )
+                path, place = infos[name]["name"], f"{location}/{name}"
                 try:
-                    _fetch(source, target / name, show, force)
+                    _fetch(
+                        functools.partial(_open_file, files, path, place),
+                        target / name,
+                        show,
+                        force,
+                    )
                 except _Interrupted as interruption:
                     raise _Interrupted(f"{name}: {interruption}") from interruption
 
     def work() -> None:
         try:
-            while not stopped.is_set():
-                fetch_one(waiting.get_nowait())
-        except (queue.Empty, _Stopped):
+            for name in waiting:
+                fetch_one(name)
+                if stopped.is_set():
+                    return
+        except _Stopped:
             pass
         except Exception as error:
             failures.append(error)
@@ -340,51 +340,58 @@ def _fetch_all(files: Any, infos: Infos, target: Path, location: str, force: boo
         raise failures[0]
 
 
-# The transfer of one file.
-
-
-@dataclasses.dataclass(frozen=True)
-class _Stream:
-    location: str
+class _Stream(NamedTuple):
     start: int  # its first byte: 0 if the server cannot start elsewhere
     size: int | None  # of the whole file; some servers do not say
-    version: str
+    version: str | None  # a text that changes with the file; some servers do not say
     read: Callable[[int], bytes]
     close: Callable[[], None]
 
 
-OpenStream = Callable[[int, bool], _Stream]  # first byte; whether an earlier attempt failed
+Source = Callable[[int, bool], _Stream]  # first byte; whether an earlier attempt failed
 
 
-def _fetch(open_stream: OpenStream, target: Path, show: Show, force: bool) -> None:
-    """Download a file to `.partial`, continuing with the bytes that are there, then rename it."""
+def _fetch(source: Source, target: Path, progress: Progress, force: bool) -> None:
+    """Download a file to `_partial_of` it, continuing with the bytes there, then rename it."""
     if target.is_dir():
         raise IsADirectoryError(
             f"{target} is a folder, because files below it were downloaded, but the location is "
             "a file. Remove the folder first."
         )
-    partial = _partial_of(target)
-    version = Path(f"{partial}.version")
+    partial, version = _partial_of(target), target.with_name(f"{_OWN}version.{target.name}")
     target.parent.mkdir(parents=True, exist_ok=True)
     if force:
         partial.unlink(missing_ok=True)
-    tries = itertools.count()
 
-    def attempt() -> None:
-        again = next(tries) > 0
-        _attempt(lambda start: open_stream(start, again), partial, version, show)
+    def attempt(again: bool) -> None:
+        done = _size_of(partial) if version.exists() else 0
+        stream = source(done, again)
+        if done and (stream.start != done or stream.version != version.read_text()):
+            logger.info("%s: the remote file has changed; starting again", target)
+            if stream.start:
+                stream.close()
+                stream = source(0, again)
+            done = 0
+        with contextlib.closing(stream):
+            if not done:
+                # In this order: the name of a new version is never beside bytes of an old one.
+                partial.unlink(missing_ok=True)
+                version.unlink(missing_ok=True)
+                if stream.version is not None:
+                    version.write_text(stream.version)
+            _receive(stream, partial, progress)
 
     _retry(attempt, target.name, lambda: _size_of(partial))
     partial.replace(target)
-    version.unlink()
+    version.unlink(missing_ok=True)
 
 
-def _retry(attempt: Callable[[], T], what: str, reached: Callable[[], int] = lambda: 0) -> T:
+def _retry(attempt: Callable[[bool], T], what: str, reached: Callable[[], int] = lambda: 0) -> T:
     """Repeat an attempt until it succeeds, or several in a row made no progress."""
     furthest, failures = reached(), 0
     while True:
         try:
-            return attempt()
+            return attempt(failures > 0)
         except _Interrupted as interruption:
             failures += 1
             if reached() > furthest:
@@ -396,42 +403,20 @@ def _retry(attempt: Callable[[], T], what: str, reached: Callable[[], int] = lam
             time.sleep(wait)
 
 
-def _attempt(
-    open_stream: Callable[[int], _Stream], partial: Path, version: Path, show: Show
-) -> None:
-    done = _size_of(partial) if version.exists() else 0
-    stream = open_stream(done)
-    if done and (stream.start != done or stream.version != version.read_text()):
-        logger.info("%s: the remote file has changed; starting again", partial)
-        if stream.start:
-            stream.close()
-            stream = open_stream(0)
-        done = 0
-    with contextlib.closing(stream):
-        if not done:
-            # In this order: the name of a new version is never beside bytes of an old one.
-            partial.unlink(missing_ok=True)
-            version.write_text(stream.version)
-        _receive(stream, partial, show)
-
-
-def _receive(stream: _Stream, partial: Path, show: Show) -> None:
+def _receive(stream: _Stream, partial: Path, progress: Progress) -> None:
     """Append the stream to the file; reads grow while they take less than a second."""
     done, length = stream.start, SMALLEST_READ
     _require_space(partial.parent, (stream.size or done) - done)
-    show(done, stream.size)
+    progress(done, stream.size)
     with partial.open("ab") as file:
-        while True:
-            begun = time.monotonic()
-            with _sorted_errors(stream.location):
-                chunk = stream.read(length)
-            if not chunk:
-                break
+        begun = time.monotonic()
+        while chunk := stream.read(length):
             quick = time.monotonic() - begun < 1
             length = min(2 * length, LARGEST_READ) if quick else max(length // 2, SMALLEST_READ)
             file.write(chunk)
             done += len(chunk)
-            show(done, stream.size)
+            progress(done, stream.size)
+            begun = time.monotonic()
         file.flush()
         os.fsync(file.fileno())
     if stream.size is not None and done != stream.size:
@@ -440,25 +425,36 @@ def _receive(stream: _Stream, partial: Path, show: Show) -> None:
         raise _Interrupted(f"got {done} bytes of {stream.size}")
 
 
+class _EncryptedRedirects(urllib.request.HTTPRedirectHandler):
+    """Follows redirects, but never from https:// to another scheme."""
+
+    def redirect_request(self, req: Any, *args: Any) -> urllib.request.Request | None:
+        request = super().redirect_request(req, *args)
+        if request is not None and req.type == "https" != request.type:
+            raise InsecureRedirect(f"{req.full_url} leads to {request.full_url}: not encrypted.")
+        return request
+
+
 def _open_http(location: str, start: int, again: bool = False) -> _Stream:  # noqa: ARG001
     """Open a URL. fsspec's HTTP files do not notice that a file changed between two requests."""
     url = urllib.parse.quote(location.partition("#")[0], safe=":/?[]@!$&'()*+,;=%~")
     headers = {"User-Agent": "piston", **({"Range": f"bytes={start}-"} if start else {})}
+    opener = urllib.request.build_opener(_EncryptedRedirects)
     with _sorted_errors(location):
         try:
-            request = urllib.request.Request(url, headers=headers)
-            response = urllib.request.urlopen(request, timeout=TIMEOUT)
+            response = opener.open(urllib.request.Request(url, headers=headers), timeout=TIMEOUT)
         except urllib.error.HTTPError as error:
             if error.code != 416 or not start:
                 raise
             return _open_http(location, 0)  # the file has become shorter
-    headers = response.headers
-    begin, size = 0, headers["Content-Length"] and int(headers["Content-Length"])
+        headers = response.headers
+        begin, size = 0, headers["Content-Length"] and int(headers["Content-Length"])
     if response.status == 206:
         found = re.match(r"bytes (\d+)-\d+/(\d+)", headers["Content-Range"] or "")
         begin, size = (int(found[1]), int(found[2])) if found else (-1, None)
-    version = f"{headers['ETag'] or headers['Last-Modified']} {size}"
-    return _Stream(location, begin, size, version, response.read1, response.close)
+    tag = headers["ETag"] or headers["Last-Modified"]
+    read = _sorted_errors(location)(response.read1)
+    return _Stream(begin, size, tag and f"{tag} {size}", read, response.close)
 
 
 def _open_file(files: Any, path: str, location: str, start: int, again: bool) -> _Stream:
@@ -468,11 +464,13 @@ def _open_file(files: Any, path: str, location: str, start: int, again: bool) ->
         info = files.info(path)
         file = files.open(path, "rb", cache_type="none")
         file.seek(start)
-    return _Stream(location, start, info["size"], _version_of(info), file.read, file.close)
+    read = _sorted_errors(location)(file.read)
+    return _Stream(start, info["size"], _version_of(info), read, file.close)
 
 
 def _ask(location: str, question: Callable[[], T]) -> T:
-    return _retry(_sorted_errors(location)(question), location)
+    ask = _sorted_errors(location)(question)
+    return _retry(lambda _: ask(), location)
 
 
 @contextlib.contextmanager
@@ -483,7 +481,7 @@ def _sorted_errors(location: str) -> Iterator[None]:
     """
     try:
         yield
-    except _Interrupted:
+    except (_Interrupted, InsecureRedirect):
         raise
     except Exception as error:
         response = getattr(error, "response", None)
@@ -512,14 +510,15 @@ def _require_space(folder: Path, size: int) -> None:
         )
 
 
-def _version_of(info: dict[str, Any]) -> str:
+def _version_of(info: dict[str, Any]) -> str | None:
     """Return a text that changes with the file, from fsspec's description of it."""
     keys = ("etag", "ETag", "blob_id", "xet_hash", "generation", "mtime", "created")
-    return f"{next((info[key] for key in keys if info.get(key)), None)} {info['size']}"
+    tag = next((info[key] for key in keys if info.get(key)), None)
+    return tag and f"{tag} {info['size']}"
 
 
 def _partial_of(target: Path) -> Path:
-    return Path(f"{target}.partial")
+    return target.with_name(f"{_OWN}partial.{target.name}")
 
 
 def _size_of(path: Path) -> int:

@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import logging
-import time
 from typing import Any
-
-_LETTERS = {"DEBUG": "D", "INFO": "I", "WARNING": "W", "ERROR": "E", "CRITICAL": "C"}
 
 
 class LineFormatter(logging.Formatter):
     """`17:04:11.042 [I] Saved checkpoint   (4711:loop.py:212)`, message padded to 80 columns."""
 
     def __init__(self) -> None:
-        super().__init__(
-            "%(asctime)s [%(letter)s] %(message)-80s (%(process)d:%(filename)s:%(lineno)d)"
-        )
-
-    def format(self, record: logging.LogRecord) -> str:
-        # Other formatters see the same record: add a name of our own, change none of theirs.
-        record.letter = _LETTERS.get(record.levelname, record.levelname[:1])
-        return super().format(record)
-
-    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
-        clock = time.strftime(datefmt or "%H:%M:%S", self.converter(record.created))
-        return f"{clock}.{int(record.msecs):03d}"
+        place = "(%(process)d:%(filename)s:%(lineno)d)"
+        line = f"%(asctime)s.%(msecs)03d [%(levelname).1s] %(message)-80s {place}"
+        super().__init__(line, datefmt="%H:%M:%S")
 
 
 def init_logging() -> None:

@@ -35,28 +35,6 @@ def no_progress(done: int, total: int | None = None, note: str = "") -> None:
     """Report to nobody."""
 
 
-class Live(progress.Progress):
-    """rich's progress display with log lines above it, so that they do not overwrite each other."""
-
-    _redirected: list[tuple[logging.StreamHandler[Any], Any]] = []  # noqa: RUF012  (none yet)
-
-    def start(self) -> None:
-        before = sys.stderr
-        super().start()
-        # rich has replaced sys.stderr; handlers still hold the original stream.
-        self._redirected = [
-            (handler, handler.setStream(sys.stderr))
-            for handler in logging.getLogger().handlers
-            if isinstance(handler, logging.StreamHandler) and handler.stream is before
-        ]
-
-    def stop(self) -> None:
-        for handler, stream in self._redirected:
-            if stream is not None:
-                handler.setStream(stream)
-        super().stop()
-
-
 class ProgressBar:
     """Counts `unit`s (`BYTES` get prefixes and a speed). Safe for threads.
 
@@ -82,7 +60,8 @@ class ProgressBar:
         self._begun = self._logged = time.monotonic()
         self._lock = threading.Lock()
         self._console = Console(stderr=True)
-        self._bar: Live | None = None
+        self._bar: progress.Progress | None = None
+        self._handlers: list[logging.StreamHandler[Any]] = []
 
     def __enter__(self) -> ProgressBar:
         if self._after == 0 and self._console.is_interactive:
@@ -92,6 +71,8 @@ class ProgressBar:
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
+        for handler in self._handlers:
+            handler.setStream(sys.stderr)
 
     def show(self, done: int, total: int | None = None, note: str = "") -> None:
         """Set what is done; `note` is shown after it."""
@@ -116,8 +97,14 @@ class ProgressBar:
 
     def _draw(self, note: str) -> None:
         if self._bar is None:
-            self._bar = Live(*self._columns(), console=self._console, transient=True)
+            stderr = sys.stderr
+            self._bar = progress.Progress(*self._columns(), console=self._console, transient=True)
             self._bar.start()
+            # rich has replaced sys.stderr. Log handlers follow, so that lines stand above the bar.
+            for handler in logging.getLogger().handlers:
+                if isinstance(handler, logging.StreamHandler) and handler.stream is stderr:
+                    handler.setStream(sys.stderr)
+                    self._handlers.append(handler)
             # What existed before does not count for the speed.
             self._task = self._bar.add_task("", completed=self._before, total=self._total, note="")
         note = shortened(note, self._room_for_note)

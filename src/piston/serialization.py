@@ -20,7 +20,7 @@ from piston.suggestions import did_you_mean
 
 _TYPE = "type"
 _MISFIT = object()
-_classes: dict[str, type] = {}
+_classes: dict[str, Any] = {}
 _names: dict[type, str] = {}
 
 # What version 0.1.0 wrote instead of the registered names: module and class.
@@ -106,17 +106,13 @@ def _plain(value: Any, where: str) -> Any:
     if value is tyro.MISSING:
         raise ValueError(f"{where} is not set; set it before the configuration is written.")
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {
-            field.name: _plain(getattr(value, field.name), f"{where}.{field.name}")
-            for field in dataclasses.fields(value)
-            if field.init
-        }
         if type(value) not in _names:
             raise TypeError(
-                f"{where} is a {type(value).__name__}, which is not registered, so that no "
-                'checkpoint could be read again. Write @register("a_name") (piston.serialization) '
-                "above its definition."
+                f"{where} is a {type(value).__name__}, which is not registered: nothing could read "
+                'it again. Write @register("a_name") (piston.serialization) above its class.'
             )
+        names = [field.name for field in dataclasses.fields(value) if field.init]
+        fields = {name: _plain(getattr(value, name), f"{where}.{name}") for name in names}
         return {_TYPE: _names[type(value)], **fields}
     if isinstance(value, Mapping):
         if bad := [key for key in value if not isinstance(key, str) or key == _TYPE]:
@@ -128,10 +124,8 @@ def _plain(value: Any, where: str) -> Any:
         return str(value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise TypeError(
-        f"{where} is a {type(value).__name__}, which has no JSON form. Use plain values, tuples, "
-        "dicts and dataclasses in configurations."
-    )
+    kinds = "plain values, tuples, dicts and dataclasses"
+    raise TypeError(f"{where} is a {type(value).__name__}, which has no JSON form. Use {kinds}.")
 
 
 def _read(data: Any, hint: Any, where: str) -> Any:
@@ -162,7 +156,15 @@ def _read(data: Any, hint: Any, where: str) -> Any:
 
 
 def _read_dataclass(data: dict[str, Any], where: str) -> Any:
-    cls: Any = _find_class(data[_TYPE], where)
+    name = _NAMES_OF_0_1_0.get(str(data[_TYPE]), str(data[_TYPE]))
+    # A robot that a user defined is found by the name of 0.1.0 too, once it is registered.
+    cls = _classes.get(name) or {_qualified_name(one): one for one in _names}.get(name)
+    if cls is None:
+        raise ValueError(
+            f"{where} is of type {name!r}, which is not registered.{did_you_mean(name, _classes)} "
+            f"Registered are {', '.join(sorted(_classes))}. If it is of your own making, import "
+            "the module that defines it, or name that module in PISTON_PRESETS."
+        )
     hints = typing.get_type_hints(cls)
     names = {field.name for field in dataclasses.fields(cls) if field.init}
     if unknown := sorted(data.keys() - names - {_TYPE}):
@@ -170,28 +172,12 @@ def _read_dataclass(data: dict[str, Any], where: str) -> Any:
             f"{where} has fields that {cls.__name__} does not know: {', '.join(unknown)}. "
             "It was probably written by a newer version of Piston."
         )
-    fields = {
-        name: from_json(data[name], hints[name], f"{where}.{name}")
-        for name in names
-        if name in data
-    }
+    given = names & data.keys()
+    fields = {name: from_json(data[name], hints[name], f"{where}.{name}") for name in given}
     try:
         return cls(**fields)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where} is not a valid {cls.__name__}: {error}") from error
-
-
-def _find_class(name: Any, where: str) -> type:
-    name = _NAMES_OF_0_1_0.get(str(name), str(name))
-    # A robot that a user defined is found by the name of 0.1.0 too, once it is registered.
-    found = _classes.get(name) or {_qualified_name(cls): cls for cls in _names}.get(name)
-    if found is None:
-        raise ValueError(
-            f"{where} is of type {name!r}, which is not registered.{did_you_mean(name, _classes)} "
-            f"Registered are {', '.join(sorted(_classes))}. If it is of your own making, import "
-            "the module that defines it, or name that module in PISTON_PRESETS."
-        )
-    return found
 
 
 def _qualified_name(cls: type) -> str:

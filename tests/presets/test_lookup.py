@@ -81,7 +81,6 @@ from piston.serialization import register
 @register("my_robot")
 @dataclasses.dataclass(frozen=True)
 class MyDataConfig(RobotDataConfig):
-    robot = "MyRobot"
     inputs = RobotInputs("MyRobot", {"front": "base_0_rgb"}, {"joints": 2}, 2)
 """
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from piston.models.configs import Pi0FASTConfig
-from piston.robots.simple import DROID, FAST_DROID, LIBERO, UR5
+from piston.robots import RobotInputs
+from piston.robots.simple import DROID, LIBERO, METAWORLD, UR5, DroidDataConfig
 
 
 @pytest.mark.parametrize("leading", [(), (2,)])
@@ -33,7 +34,8 @@ def test_batch_axes_of_joints_and_gripper_must_agree():
 
 
 def test_slots_of_fast_models():
-    slots = FAST_DROID(DROID.example())["image"].keys()
+    table = DroidDataConfig().robot_inputs(Pi0FASTConfig())
+    slots = table(DROID.example())["image"].keys()
     assert slots == {"base_0_rgb", "wrist_0_rgb"}
     assert slots <= set(Pi0FASTConfig().cameras)
 
@@ -58,3 +60,20 @@ def test_ur5_has_joints_then_gripper():
     np.testing.assert_array_equal(seen["state"], [0, 1, 2, 3, 4, 5, 9])
     np.testing.assert_array_equal(seen["image"]["base_0_rgb"], data["base_rgb"])
     np.testing.assert_array_equal(seen["image"]["left_wrist_0_rgb"], data["wrist_rgb"])
+
+
+def test_columns_of_a_data_set_are_renamed():
+    assert METAWORLD.repack(METAWORLD.columns).structure == {
+        "images": {"corner4": "observation.images.corner4"},
+        "state": "observation.state",
+        "actions": "action",
+    }
+    assert UR5.repack(UR5.columns).structure == {
+        "base_rgb": "image",
+        "wrist_rgb": "wrist_image",
+        "joints": "joints",
+        "gripper": "gripper",
+        "actions": "actions",
+    }
+    with pytest.raises(ValueError, match="'columns' names 'joint'; the robot has 'actions', 'joi"):
+        RobotInputs("Arm", {}, {"joints": 1}, 1, columns={"joint": "state"})

@@ -7,10 +7,11 @@ import pickle
 import pytest
 import torch
 
+from piston.config import DataConfig
 from piston.files import find_damage, write_manifest
 from piston.training.checkpoint import (
     CheckpointWriter,
-    _Snapshot,
+    copy_state,
     restore,
     saved_steps,
     state_tensors,
@@ -23,8 +24,7 @@ from .test_step import ALONE, make_batch, make_trainer
 def test_a_snapshot_holds_everything_once_and_stays_as_it_was():
     trainer = make_trainer()
     trainer.step(make_batch(), 0)
-    snapshot = _Snapshot.of(trainer, 0, {})
-    saved, served = snapshot.state, snapshot.served
+    saved, served = copy_state(trainer)
     own = {tensor.data_ptr() for tensor in state_tensors(trainer).values()}
     copies = {tensor.data_ptr() for tensor in saved.values()}
     assert not own & copies
@@ -38,7 +38,7 @@ def test_a_trainer_is_restored_whole(tmp_path):
     trainer, config = make_trainer(), tiny(tmp_path)
     for step in range(3):
         trainer.step(make_batch(), step)
-    with CheckpointWriter(config, tmp_path, ALONE, None) as writer:
+    with CheckpointWriter(config, tmp_path, ALONE, DataConfig()) as writer:
         writer.save(trainer, 2, {"a": 0.1})
         writer.finish()
     other = make_trainer(seed=1)
@@ -53,7 +53,7 @@ def test_training_may_go_on_while_a_checkpoint_is_written(tmp_path):
     trainer, config = make_trainer(), tiny(tmp_path)
     trainer.step(make_batch(), 0)
     expected = {name: value.clone() for name, value in state_tensors(trainer).items()}
-    with CheckpointWriter(config, tmp_path, ALONE, None) as writer:
+    with CheckpointWriter(config, tmp_path, ALONE, DataConfig()) as writer:
         writer.save(trainer, 0, {})
         trainer.step(make_batch(), 1)
         writer.save(trainer, 1, {})  # waits for the first
@@ -98,7 +98,7 @@ class _Harmful:
 
 def test_a_training_state_cannot_run_code(tmp_path):
     trainer = make_trainer()
-    with CheckpointWriter(tiny(tmp_path), tmp_path, ALONE, None) as writer:
+    with CheckpointWriter(tiny(tmp_path), tmp_path, ALONE, DataConfig()) as writer:
         writer.save(trainer, 0, {})
         writer.finish()
     witness = tmp_path / "witness"

@@ -11,21 +11,23 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from piston.cli import main
 from piston.training.checkpoint import saved_steps
 from piston.training.loop import train_loop
-from piston.training.step import StepResult
+from piston.training.step import StepOutput
 from piston.training.trackers import (
-    JsonLines,
     Meter,
     Trackers,
     flat,
+    json_lines,
     read_metrics,
     remove_metrics_after,
 )
 
 from .running import command, environment, losses, metrics, tiny
+from .test_step import make_batch, make_trainer
 
 
 def test_lines_of_steps_that_are_done_again_are_dropped(tmp_path):
@@ -42,7 +44,7 @@ def test_what_cannot_be_written_does_not_end_the_run(caplog):
     full = Path("/dev/full")
     if not full.exists():
         pytest.skip("this system has no /dev/full")
-    trackers = Trackers([JsonLines(full)])
+    trackers = Trackers({"file": json_lines(full)})
     trackers.log(3, {"loss": 1.0})
     trackers.close()
     assert "Metrics of step 3 were not written: [Errno 28]" in caplog.text
@@ -56,16 +58,18 @@ def test_a_line_that_is_not_text_is_left_out(tmp_path):
     assert path.read_text() == '{"step": 0, "loss": 0.5}\n'
 
 
-class Broken:
-    def log(self, step, numbers):  # noqa: ARG002
-        raise RuntimeError("the service is gone")
+def broken_log(step, metrics):  # noqa: ARG001
+    raise RuntimeError("the service is gone")
 
-    def close(self):
-        raise RuntimeError("the service is still gone")
+
+def broken_close():
+    raise RuntimeError("the service is still gone")
 
 
 def test_a_service_that_fails_is_told_of_once(tmp_path, caplog):
-    trackers = Trackers([Broken(), JsonLines(tmp_path / "metrics.jsonl")])
+    trackers = Trackers(
+        {"broken": (broken_log, broken_close), "file": json_lines(tmp_path / "metrics.jsonl")}
+    )
     for step in range(3):
         trackers.log(step, {"loss": 1.0})
     trackers.close()
@@ -214,10 +218,11 @@ def test_a_narrow_terminal_shows_all_numbers(tmp_path, columns):
     assert ("a-name-" in line) == (columns > 80)
 
 
-def test_time_without_steps_does_not_count():
-    meter = Meter(batch_size=10)
-    meter.count_step(waited=0.0)
-    meter.add(StepResult(1.0, 1.0, 0.1))
+def test_time_without_steps_does_not_count(tmp_path):
+    meter, batch = Meter(tiny(tmp_path, batch_size=10), make_trainer()), make_batch()
+    output = StepOutput(torch.tensor(1.0), torch.tensor(1.0), torch.ones(4, dtype=torch.bool), 0.1)
+    meter.start_clock()
+    meter.add(0, output, batch, waited=0.0)
     with meter.paused():
         time.sleep(0.3)
     assert meter.metrics()["samples_per_second"] > 10 / 0.15

@@ -1,26 +1,277 @@
-"""Configuration of training runs and data pipelines: frozen dataclasses without side effects."""
+"""Configuration of training runs and data pipelines: frozen dataclasses without side effects.
 
-from piston.config.data import AssetsConfig, DataConfig, DataConfigFactory, ModelTransformFactory
-from piston.config.train import (
-    TRAIN_SECTION,
-    AdamW,
-    CosineDecaySchedule,
-    LRSchedule,
-    RsqrtDecaySchedule,
-    Sharding,
-    TrainConfig,
-)
+Here is `TrainConfig`, a training run with its optimizer and schedule. A preset is a TrainConfig; a
+checkpoint carries the one that it was trained with. `data` describes its pipeline.
+"""
 
-__all__ = [
-    "TRAIN_SECTION",
-    "AdamW",
-    "AssetsConfig",
-    "CosineDecaySchedule",
-    "DataConfig",
-    "DataConfigFactory",
-    "LRSchedule",
-    "ModelTransformFactory",
-    "RsqrtDecaySchedule",
-    "Sharding",
-    "TrainConfig",
-]
+from __future__ import annotations
+
+import abc
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from piston.config.data import AssetsConfig as AssetsConfig
+from piston.config.data import DataConfig, DataConfigFactory
+from piston.config.data import ModelTransformFactory as ModelTransformFactory
+from piston.models.configs import ModelConfig, Pi0Config
+from piston.serialization import register
+
+# The section of a checkpoint's config.json that makes it self-contained.
+TRAIN_SECTION = "train"
+
+Tracker = Literal["tensorboard", "wandb"]
+Sharding = Literal["none", "ddp", "fsdp"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LRSchedule(abc.ABC):
+    """The learning rate of each step, with a linear warm-up from peak/(warmup + 1)."""
+
+    # Steps of linear warm-up.
+    warmup_steps: int = 1_000
+    # The learning rate reached after the warm-up.
+    peak_lr: float = 2.5e-5
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps < 0 or self.peak_lr <= 0:
+            raise ValueError(
+                f"A schedule needs warmup_steps ≥ 0 and peak_lr > 0, found {self.warmup_steps} "
+                f"and {self.peak_lr}."
+            )
+
+    def __call__(self, step: int) -> float:
+        if step < self.warmup_steps:
+            first = self.peak_lr / (self.warmup_steps + 1)
+            return first + (self.peak_lr - first) * step / self.warmup_steps
+        return self.after_warmup(step - self.warmup_steps)
+
+    @abc.abstractmethod
+    def after_warmup(self, steps: int) -> float:
+        """Return the learning rate this many steps after the end of the warm-up."""
+
+
+@register("cosine_decay")
+@dataclasses.dataclass(frozen=True)
+class CosineDecaySchedule(LRSchedule):
+    """Half a cosine from the peak down to `decay_lr`, reached at step `decay_steps`."""
+
+    # The step (counted from the start of training) at which decay_lr is reached.
+    decay_steps: int = 30_000
+    # The learning rate from then on.
+    decay_lr: float = 2.5e-6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.decay_lr < 0:
+            raise ValueError(f"decay_lr must not be negative, is {self.decay_lr}.")
+        if self.decay_steps <= self.warmup_steps:
+            raise ValueError(
+                f"decay_steps ({self.decay_steps}) counts from the start of training and must lie "
+                f"after warmup_steps ({self.warmup_steps})."
+            )
+
+    def after_warmup(self, steps: int) -> float:
+        progress = min(steps / (self.decay_steps - self.warmup_steps), 1.0)
+        cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
+        return self.decay_lr + (self.peak_lr - self.decay_lr) * cosine
+
+
+@register("rsqrt_decay")
+@dataclasses.dataclass(frozen=True)
+class RsqrtDecaySchedule(LRSchedule):
+    """Decay with the inverse square root of the step, without an end."""
+
+    # The learning rate reached after the warm-up.
+    peak_lr: float = 5e-5
+    # Steps after which the rate has fallen to peak/√2.
+    timescale: float = 10_000.0
+
+    def after_warmup(self, steps: int) -> float:
+        return self.peak_lr / math.sqrt((self.timescale + steps) / self.timescale)
+
+
+@register("adamw")
+@dataclasses.dataclass(frozen=True)
+class AdamW:
+    """AdamW with gradients clipped to a global norm."""
+
+    # Decay of the running mean of gradients.
+    b1: float = 0.9
+    # Decay of the running mean of squared gradients.
+    b2: float = 0.95
+    # Added to the denominator.
+    eps: float = 1e-8
+    # Decoupled weight decay. Not zero, as in the reference.
+    weight_decay: float = 1e-10
+    # Gradients whose global norm is larger are scaled down to it.
+    clip_gradient_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.b1 < 1 and 0 <= self.b2 < 1):
+            raise ValueError(f"AdamW's b1 and b2 lie in [0, 1), found {self.b1} and {self.b2}.")
+        if self.eps <= 0 or self.weight_decay < 0 or self.clip_gradient_norm <= 0:
+            raise ValueError(
+                "AdamW needs eps > 0, weight_decay ≥ 0 and clip_gradient_norm > 0, found "
+                f"{self.eps}, {self.weight_decay} and {self.clip_gradient_norm}."
+            )
+
+
+# The smallest value of a field.
+_LEAST = {
+    **dict.fromkeys(("batch_size", "num_train_steps", "noise_draws", "gradient_accumulation"), 1),
+    **dict.fromkeys(("log_interval", "save_interval", "validation_interval", "keep_last"), 1),
+    **dict.fromkeys(("keep_period", "start_weight", "max_skipped_steps"), 1),
+    **dict.fromkeys(("num_workers", "seed", "validation_episodes", "start_frames"), 0),
+}
+
+
+@register("train")
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """A training run: the model, the data, how it is trained and where it is stored."""
+
+    # The preset's name.
+    name: tyro.conf.Suppress[str]
+    # The run's name; checkpoints go to <checkpoint_base_dir>/<name>/<exp_name>.
+    exp_name: str = tyro.MISSING
+    # The model and its sizes.
+    model: ModelConfig = Pi0Config()
+    # The data set and its robot.
+    data: DataConfigFactory = tyro.MISSING
+    # The checkpoint to start from (any known format); None: random weights.
+    weights: str | None = None
+    # Patterns of our parameter names that the checkpoint may lack, e.g. "*lora*".
+    may_be_new: tuple[str, ...] = ()
+    # Patterns of parameter names that do not train; "!" makes an exception, e.g. vlm.* !*lora*
+    freeze: tuple[str, ...] = ()
+    # The learning rate over the steps; `piston train --lr-schedule rsqrt` chooses another kind.
+    lr_schedule: LRSchedule = CosineDecaySchedule()
+    # The optimizer's numbers.
+    optimizer: AdamW = AdamW()
+    # Decay of the running mean of the weights, which is what is served; None: no mean.
+    ema_decay: float | None = 0.99
+    # Random crops, rotations and colours of the images (never for π0-FAST).
+    augmentation: bool = True
+    # Draws of noise and time that share one pass over images and prompt.
+    noise_draws: int = 1
+    # This many frames at the start of every episode are drawn `start_weight` times as often: there
+    # the robot does not yet cover what it has to see. 0: none.
+    start_frames: int = 0
+    # How many times as often the first frames are drawn.
+    start_weight: int = 1
+    # Parts into which each process splits its share of a batch, to need less memory.
+    gradient_accumulation: int = 1
+    # Compute activations again in the backward pass instead of keeping them.
+    gradient_checkpointing: bool = False
+    # Compile the layers with torch.compile.
+    compile: bool = False
+    # How several processes (torchrun) share the work: ddp copies the model, fsdp shards it.
+    sharding: Sharding = "none"
+    # Leave steps beyond the end of an episode out of the loss.
+    mask_padded_steps: bool = False
+    # Leave action dimensions that the robot does not have out of the loss.
+    mask_padded_dims: bool = False
+    # Episodes of each data set held out of training to validate on; 0: none.
+    validation_episodes: int = 0
+    # Steps between validations.
+    validation_interval: int = 1_000
+    # Stop after this many steps in a row whose loss or gradient is not finite.
+    max_skipped_steps: int = 10
+    # Decode and resize all frames once, into a file that later runs use too.
+    cache_frames: bool = False
+    # Seed of everything random in the run.
+    seed: int = 42
+    # Samples per step, over all processes.
+    batch_size: int = 32
+    # Processes that read data, per training process; 0: the training process itself.
+    num_workers: int = 2
+    # Steps in total.
+    num_train_steps: int = 30_000
+    # Steps between log lines.
+    log_interval: int = 100
+    # Steps between checkpoints.
+    save_interval: int = 1_000
+    # Checkpoints at multiples of this are kept for good; None: none.
+    keep_period: int | None = 5_000
+    # This many of the newest checkpoints are kept as well.
+    keep_last: int = 1
+    # Delete a run of the same name and start again.
+    overwrite: bool = False
+    # Continue the run of the same name from its newest checkpoint.
+    resume: bool = False
+    # Where metrics are sent besides metrics.jsonl.
+    tracking: tuple[Tracker, ...] = ()
+    # Sent to every client that connects, e.g. the pose to start from.
+    policy_metadata: tyro.conf.Suppress[Mapping[str, Any] | None] = None
+    # Where the preset's own statistics are.
+    assets_base_dir: str = "./assets"
+    # Where runs are stored.
+    checkpoint_base_dir: str = "./checkpoints"
+
+    def __post_init__(self) -> None:
+        for flag, value in (("name", self.name), ("exp-name", self.exp_name)):
+            # A run's folder may be deleted, so its name must not lead elsewhere.
+            if value is not tyro.MISSING and (value in ("", "..") or Path(value).name != value):
+                raise ValueError(f"--{flag} is {value!r}; as a folder it must be one plain name.")
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                flag = name.replace("_", "-")
+                raise ValueError(f"--{flag} must be at least {least}, is {value}.")
+        if self.ema_decay is not None and not 0.0 < self.ema_decay < 1.0:
+            raise ValueError(f"--ema-decay must lie between 0 and 1, is {self.ema_decay}.")
+        if self.resume and self.overwrite:
+            raise ValueError(
+                "--resume continues a run and --overwrite deletes it: they contradict each other. "
+                "Leave one out (--no-overwrite if the preset sets it)."
+            )
+        if self.may_be_new and self.weights is None:
+            raise ValueError("--may-be-new lists exceptions to --weights, which is not given.")
+        if (self.start_frames > 0) != (self.start_weight > 1):
+            raise ValueError(
+                f"--start-frames is {self.start_frames}, --start-weight {self.start_weight}: one "
+                "does nothing without the other. Set both, e.g. 48 and 3, or neither."
+            )
+        self._check_adapters()
+        self._check_flow_options()
+
+    def _check_adapters(self) -> None:
+        """Raise ValueError if there are LoRA adapters but all other weights would train as well."""
+        experts = {name: getattr(self.model, name, None) for name in ("vlm", "action_expert")}
+        adapted = [name for name, size in experts.items() if size is not None and size.lora]
+        if adapted and all(pattern.startswith("!") for pattern in self.freeze):
+            patterns = " ".join(f"'{name}.*'" for name in adapted)
+            raise ValueError(
+                f"{' and '.join(adapted)} have LoRA adapters, but nothing is frozen: all weights "
+                f"would train as well. Set --freeze {patterns} '!*lora*', or choose a size without "
+                "LoRA."
+            )
+
+    def _check_flow_options(self) -> None:
+        """Raise ValueError if an option would have no effect on a model that writes tokens."""
+        flags = "--noise-draws", "--mask-padded-steps", "--mask-padded-dims"
+        are_set = self.noise_draws > 1, self.mask_padded_steps, self.mask_padded_dims
+        if any(are_set) and self.model.action_tokenizer is not None:
+            raise ValueError(
+                f"{', '.join(itertools.compress(flags, are_set))} would do nothing: "
+                f"{self.model.family} learns tokens, without noise or padded actions."
+            )
+
+    @property
+    def assets_dirs(self) -> Path:
+        return Path(self.assets_base_dir) / self.name
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        if self.exp_name is tyro.MISSING:
+            raise ValueError("The run has no name: give --exp-name.")
+        return Path(self.checkpoint_base_dir) / self.name / self.exp_name
+
+    def data_config(self) -> DataConfig:
+        return self.data.create(self.assets_dirs, self.model)

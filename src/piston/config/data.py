@@ -51,17 +51,30 @@ class AssetsConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class DataConfig:
-    """A pipeline: from a data set or a robot to the model's inputs, and back to the robot."""
+class _DataOptions:
+    """What a pipeline takes over from the factory that made it."""
 
-    # The data set; None if there is none, as when a policy is only served.
+    # The data set: a folder, or owner/name on the hub.
     repo_id: str | None = None
-    # Which of its episodes: "0:50", "3,7,9-12", or all but some: "!7".
+    # Which of its episodes: 0:50 or 3,7,9-12, without some: !7; None: all.
     episodes: str | None = None
-    # Further sets of the same robot ("owner/name", a folder, with episodes "folder#0:50"), and how
-    # often each is drawn, this one first; by default in proportion to their frames.
+    # Further data sets of the same robot to train on as well; of some episodes: folder#0:50
     more_sets: tuple[str, ...] = ()
+    # How often each set is drawn, the first one first, e.g. 2 1; by default by its frames.
     set_shares: tuple[float, ...] = ()
+    # The prompt is the text of the frame's task in the data set.
+    prompt_from_task: bool = False
+    # A smaller normalisation range is replaced by this, for dimensions that hardly move.
+    norm_floor: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig(_DataOptions):
+    """A pipeline: from a data set or a robot to the model's inputs, and back to the robot.
+
+    `repo_id` is None if there is no data set, as when a policy is only served.
+    """
+
     # Position of this pipeline's set among several.
     set_index: int = 0
     assets_dir: str | None = None
@@ -74,14 +87,10 @@ class DataConfig:
     # What the model needs: prompt tokens, image size, padding.
     model_transforms: Group = Group()
     use_quantile_norm: bool = False
-    # A smaller std (or half the distance of the quantiles) is replaced by this.
-    norm_floor: float = 0.0
     # Keys read as sequences of `steps_read(horizon)` steps.
     action_sequence_keys: tuple[str, ...] = ("actions",)
     # Control steps between one action of the model's chunk and the next.
     action_stride: int = 1
-    # The prompt is the text of the frame's task.
-    prompt_from_task: bool = False
     # Random samples in the model's shapes instead of a data set.
     fake: bool = False
     # Why the data set that is named cannot be read, if so.
@@ -187,7 +196,7 @@ class DataConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class DataConfigFactory(abc.ABC):
+class DataConfigFactory(_DataOptions, abc.ABC):
     """A robot's data set and how to read it. `piston.robots` has one for each robot."""
 
     # The robot's name.
@@ -195,20 +204,10 @@ class DataConfigFactory(abc.ABC):
 
     # The data set: a folder, or owner/name on the hub.
     repo_id: str = tyro.MISSING
-    # Which of its episodes: 0:50 or 3,7,9-12, without some: !7; None: all.
-    episodes: str | None = None
-    # Further data sets of the same robot to train on as well; of some episodes: folder#0:50
-    more_sets: tuple[str, ...] = ()
-    # How often each set is drawn, the first one first, e.g. 2 1; by default by its frames.
-    set_shares: tuple[float, ...] = ()
     # Where its statistics are.
     assets: AssetsConfig = AssetsConfig()
-    # The prompt is the text of the frame's task in the data set.
-    prompt_from_task: bool = False
     # The prompt of a sample that brings none.
     default_prompt: str | None = None
-    # A smaller normalisation range is replaced by this, for dimensions that hardly move.
-    norm_floor: float = 0.0
 
     @abc.abstractmethod
     def create(self, assets_dirs: Path, model_config: ModelConfig) -> DataConfig:
@@ -228,17 +227,13 @@ class DataConfigFactory(abc.ABC):
             path = Path(repo_id)
             elsewhere = path.is_absolute() or ".." in path.parts
             asset_id = path.resolve().name if elsewhere else path.as_posix()
+        options = {f.name: getattr(self, f.name) for f in dataclasses.fields(_DataOptions)}
         return DataConfig(
-            repo_id=repo_id,
-            episodes=self.episodes,
-            more_sets=self.more_sets,
-            set_shares=self.set_shares,
+            **{**options, "repo_id": repo_id},
             assets_dir=self.assets.assets_dir or str(assets_dirs),
             asset_id=self.assets.asset_id or asset_id,
             model_transforms=ModelTransformFactory(self.default_prompt)(model_config),
             use_quantile_norm=model_config.uses_quantiles,
-            norm_floor=self.norm_floor,
-            prompt_from_task=self.prompt_from_task,
         )
 
 

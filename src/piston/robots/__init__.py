@@ -1,8 +1,8 @@
 """Robots: from a robot's own keys to the model's inputs, and from the model's actions back.
 
-Most robots are tables: a `RobotInputs` and a subclass of `RobotDataConfig`. Keys and shapes are
-checked here; `Normalize` refuses values that are not finite. A robot emits the cameras that it has;
-`FillCameras` adds the model's others.
+Most robots are tables: a `RobotInputs`, named by a subclass of `RobotDataConfig`. Keys and shapes
+are checked here; `Normalize` refuses values that are not finite. A robot emits the cameras that it
+has; `FillCameras` adds the model's others.
 """
 
 from __future__ import annotations
@@ -47,16 +47,30 @@ class RobotInputs:
     optional: Collection[str] = ()
     # Cameras whose images are accepted and not used.
     unused: Collection[str] = ()
+    # A data set's columns for the cameras, the state's keys and "actions", where they are called
+    # otherwise there; None: the robot has no data set.
+    columns: Mapping[str, str] | None = None
+    # Which action dimensions are trained relative to the state; None: none.
+    relative: Sequence[bool] | None = None
 
     def __post_init__(self) -> None:
         if len(set(self.cameras.values())) < len(self.cameras):
             slots = dict(self.cameras)
             raise ValueError(f"{self.name}: two cameras are mapped to one slot: {slots}.")
+        known = {*self.cameras, *self.state, "actions"}
+        if unknown := (self.columns or {}).keys() - known:
+            raise ValueError(
+                f"{self.name}: 'columns' names {listed(unknown)}; the robot has {listed(known)}."
+            )
 
     def __call__(self, data: Data) -> Data:
         images = self._images(data)  # first: cameras tell best which robot sent the observation
         state = self._state(data)
-        pixels = self._pixels(images, state.shape[:-1])
+        pixels = {}
+        for name, slot in self.cameras.items():
+            if name in images or name not in self.optional:
+                pixels[slot] = to_uint8_hwc(require(images, name, self.name), name)
+                self._check_batch(name, pixels[slot], 3, state)
         seen = {
             "image": pixels,
             "image_mask": {slot: np.ones(state.shape[:-1], bool)[()] for slot in pixels},
@@ -65,16 +79,30 @@ class RobotInputs:
         }
         if "actions" in data:
             seen["actions"] = require_numbers(data, "actions", self.name, self.action_dim, axes=2)
-            if seen["actions"].shape[:-2] != state.shape[:-1]:
-                raise ValueError(
-                    f"{self.name}: 'actions' has shape {seen['actions'].shape}, the state "
-                    f"{state.shape}; their batch axes must agree: (…, horizon, dim) and (…, dim)."
-                )
+            self._check_batch("actions", seen["actions"], 2, state)
         return seen
+
+    def _check_batch(self, key: str, values: np.ndarray, axes: int, state: np.ndarray) -> None:
+        if values.shape[:-axes] != state.shape[:-1]:
+            raise ValueError(
+                f"{self.name}: {key!r} has shape {values.shape}, the state {state.shape}; their "
+                f"batch axes must agree: all but the last {axes}, and all but the last one."
+            )
 
     @property
     def outputs(self) -> RobotOutputs:
         return RobotOutputs(self.name, self.action_dim)
+
+    def repack(self, columns: Mapping[str, str]) -> RepackTransform:
+        """Return the renaming of a data set's columns to the robot's keys."""
+        cameras, rest = (
+            {key: columns.get(key, key) for key in keys}
+            for keys in (self.cameras, (*self.state, "actions"))
+        )
+        return RepackTransform({**self._nested(cameras), **rest})
+
+    def _nested(self, images: Data) -> Data:
+        return images if self.images is None else {self.images: images}
 
     def example(self) -> Data:
         """Return a random observation in the robot's own keys, for tests and to try a policy."""
@@ -83,8 +111,7 @@ class RobotInputs:
             name: random.integers(256, size=(224, 224, 3), dtype="u1") for name in self.cameras
         }
         state = {key: random.random(dim, np.float32) for key, dim in self.state.items()}
-        inside = images if self.images is None else {self.images: images}
-        return {**inside, **state, "prompt": "do something"}
+        return {**self._nested(images), **state, "prompt": "do something"}
 
     def _state(self, data: Data) -> np.ndarray:
         parts: list[np.ndarray] = []
@@ -113,21 +140,6 @@ class RobotInputs:
             )
         return images
 
-    def _pixels(self, images: Mapping[str, Any], leading: tuple[int, ...]) -> dict[str, np.ndarray]:
-        """Return the images by the model's slots."""
-        pixels = {}
-        for name, slot in self.cameras.items():
-            if name in self.optional and name not in images:
-                continue
-            image = to_uint8_hwc(require(images, name, self.name), name)
-            if image.shape[:-3] != leading:
-                raise ValueError(
-                    f"{self.name}: image {name!r} has shape {image.shape}; expected the state's "
-                    f"batch axes {leading}, then (height, width, 3)."
-                )
-            pixels[slot] = image
-        return pixels
-
 
 @dataclasses.dataclass(frozen=True)
 class RobotOutputs:
@@ -140,37 +152,38 @@ class RobotOutputs:
     def __call__(self, data: Data) -> Data:
         actions = require_numbers(data, "actions", self.name, axes=2)
         if actions.shape[-1] < self.action_dim:
-            expected = f"expected at least {self.action_dim} dimensions"
-            raise ValueError(f"{self.name}: 'actions' has shape {actions.shape}; {expected}.")
+            found = f"{self.name}: 'actions' has shape {actions.shape}"
+            raise ValueError(f"{found}; expected at least {self.action_dim} dimensions.")
         return {"actions": actions[..., : self.action_dim]}
 
 
 @dataclasses.dataclass(frozen=True)
 class RobotDataConfig(DataConfigFactory):
-    """A robot that is described by tables."""
+    """A robot that is described by a table."""
 
     inputs: ClassVar[RobotInputs]
-    # The data set's key for each of the robot's.
-    repack: ClassVar[RepackTransform | None] = None
 
-    def relative_actions(self) -> Sequence[bool] | None:
-        """Return which action dimensions are trained relative to the state; None for none."""
-        return None
+    def __init_subclass__(cls) -> None:
+        cls.robot = cls.inputs.name
 
     def robot_inputs(self, model_config: ModelConfig) -> RobotInputs:  # noqa: ARG002
+        """Return the table for this model and these options; by default always the same."""
         return self.inputs
 
     def example(self) -> Data:
         return self.inputs.example()
 
     def create(self, assets_dirs: Path, model_config: ModelConfig) -> DataConfig:
-        config = self.create_base_config(assets_dirs, model_config)
-        inputs, relative = self.robot_inputs(model_config), self.relative_actions()
-        transforms = Group([inputs], [inputs.outputs])
+        table = self.robot_inputs(model_config)
+        transforms, relative = Group([table], [table.outputs]), table.relative
         if relative is not None:
             transforms = transforms.push([DeltaActions(relative)], [AbsoluteActions(relative)])
+        config = self.create_base_config(assets_dirs, model_config)
         config = dataclasses.replace(config, data_transforms=transforms)
-        if self.repack is None:
+        if table.columns is None:
             return config
-        keys, chunks = Group([self.repack]), (self.repack.structure["actions"],)
+        keys, chunks = (
+            Group([table.repack(table.columns)]),
+            (table.columns.get("actions", "actions"),),
+        )
         return dataclasses.replace(config, repack_transforms=keys, action_sequence_keys=chunks)

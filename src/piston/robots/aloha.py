@@ -21,7 +21,7 @@ from jaxtyping import Float
 from piston.config import DataConfig, DataConfigFactory
 from piston.logs import warn_once
 from piston.models.configs import ModelConfig
-from piston.robots import RobotInputs, RobotOutputs
+from piston.robots import RobotInputs
 from piston.serialization import register
 from piston.transforms import Data, Group, RepackTransform
 from piston.transforms.actions import (
@@ -48,6 +48,7 @@ CAMERAS: Mapping[str, str] = {
 # Recorded by the robot; the models have no slot for it.
 UNUSED_CAMERA = "cam_low"
 
+_ALOHA = RobotInputs("ALOHA", CAMERAS, {"state": DIM}, DIM, "images", unused=(UNUSED_CAMERA,))
 _JOINT_SIGNS = np.array([1, -1, -1, 1, 1, 1, 1] * 2)
 
 # ALOHA reports a gripper's opening as a fraction of the fingers' distance, in metres.
@@ -75,16 +76,8 @@ class AlohaInputs:
     cameras: Mapping[str, str] = dataclasses.field(default_factory=lambda: dict(CAMERAS))
 
     def __call__(self, data: Data) -> Data:
-        robot = RobotInputs(
-            name="ALOHA",
-            cameras=self.cameras,
-            state={"state": DIM},
-            action_dim=DIM,
-            images="images",
-            optional=self.cameras.keys() - {"cam_high"},
-            unused=(UNUSED_CAMERA,),
-        )
-        seen = robot(data)
+        optional = self.cameras.keys() - {"cam_high"}
+        seen = dataclasses.replace(_ALOHA, cameras=self.cameras, optional=optional)(data)
         if UNUSED_CAMERA in data["images"] and UNUSED_CAMERA not in self.cameras:
             message = "ALOHA's camera %r has no slot in the model; it is not used."
             warn_once(logger, "unused camera", message, UNUSED_CAMERA)
@@ -103,7 +96,7 @@ class AlohaOutputs:
     adapt_to_pi: bool = True
 
     def __call__(self, data: Data) -> Data:
-        actions = RobotOutputs("ALOHA", DIM)(data)["actions"]
+        actions = _ALOHA.outputs(data)["actions"]
         return {"actions": _actions_to_robot(actions) if self.adapt_to_pi else actions}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -13,7 +12,6 @@ from piston.config import DataConfig, DataConfigFactory
 from piston.models.configs import ModelConfig
 from piston.robots import RobotDataConfig, RobotInputs
 from piston.serialization import register
-from piston.transforms import RepackTransform
 from piston.transforms.actions import make_bool_mask
 
 # A seven-joint Franka arm with a gripper, a camera from outside and one at the wrist.
@@ -27,8 +25,7 @@ DROID = RobotInputs(
     action_dim=8,
 )
 # π0-FAST has one wrist slot, and a second one for a camera from outside.
-_FAST_WRIST = {"observation/wrist_image_left": "wrist_0_rgb"}
-FAST_DROID = dataclasses.replace(DROID, cameras={**DROID.cameras, **_FAST_WRIST})
+_FAST_CAMERAS = {**DROID.cameras, "observation/wrist_image_left": "wrist_0_rgb"}
 
 # A six-joint arm with a gripper, a camera from outside and one at the wrist.
 UR5 = RobotInputs(
@@ -36,6 +33,8 @@ UR5 = RobotInputs(
     cameras={"base_rgb": "base_0_rgb", "wrist_rgb": "left_wrist_0_rgb"},
     state={"joints": 6, "gripper": 1},
     action_dim=7,
+    columns={"base_rgb": "image", "wrist_rgb": "wrist_image"},
+    relative=make_bool_mask(6, -1),
 )
 
 # A simulated Franka arm. State: the end effector's position 3 and rotation 3 (axis-angle), fingers
@@ -46,6 +45,11 @@ LIBERO = RobotInputs(
     cameras={"observation/image": "base_0_rgb", "observation/wrist_image": "left_wrist_0_rgb"},
     state={"observation/state": 8},
     action_dim=7,
+    columns={
+        "observation/image": "image",
+        "observation/wrist_image": "wrist_image",
+        "observation/state": "state",
+    },
 )
 
 # A simulated Sawyer arm that is moved by its hand, with a camera above the table. State: the hand's
@@ -56,6 +60,11 @@ METAWORLD = RobotInputs(
     state={"state": 4},
     action_dim=4,
     images="images",
+    columns={
+        "corner4": "observation.images.corner4",
+        "state": "observation.state",
+        "actions": "action",
+    },
 )
 
 
@@ -64,11 +73,12 @@ METAWORLD = RobotInputs(
 class DroidDataConfig(RobotDataConfig):
     """DROID without a data set: how a released checkpoint is served."""
 
-    robot = "DROID"
     inputs = DROID
 
     def robot_inputs(self, model_config: ModelConfig) -> RobotInputs:
-        return FAST_DROID if "wrist_0_rgb" in model_config.cameras else DROID
+        if "wrist_0_rgb" not in model_config.cameras:
+            return self.inputs
+        return dataclasses.replace(self.inputs, cameras=_FAST_CAMERAS)
 
 
 @register("lerobot_droid")
@@ -76,11 +86,9 @@ class DroidDataConfig(RobotDataConfig):
 class LeRobotDROIDDataConfig(DroidDataConfig):
     """DROID data sets in LeRobot format; their actions are joint velocities."""
 
-    repack = RepackTransform(
-        {
-            **{key: key.removeprefix("observation/") for key in (*DROID.cameras, *DROID.state)},
-            "actions": "actions",
-        }
+    inputs = dataclasses.replace(
+        DROID,
+        columns={key: key.removeprefix("observation/") for key in (*DROID.cameras, *DROID.state)},
     )
 
 
@@ -105,12 +113,12 @@ class RLDSDroidDataConfig(DroidDataConfig):
     files themselves are not read: convert them to LeRobot format to train on them.
     """
 
-    repack = RepackTransform(
-        {
+    inputs = dataclasses.replace(
+        DROID,
+        columns={
             "observation/exterior_image_1_left": "observation/image",
             "observation/wrist_image_left": "observation/wrist_image",
-            **{key: key for key in (*DROID.state, "actions")},
-        }
+        },
     )
 
     # The folder with the RLDS files.
@@ -120,8 +128,9 @@ class RLDSDroidDataConfig(DroidDataConfig):
     # The mixture.
     datasets: tyro.conf.Suppress[tuple[RLDSDataset, ...]] = ()
 
-    def relative_actions(self) -> Sequence[bool] | None:
-        return make_bool_mask(7, -1) if self.action_space == "joint_position" else None
+    def robot_inputs(self, model_config: ModelConfig) -> RobotInputs:
+        relative = make_bool_mask(7, -1) if self.action_space == "joint_position" else None
+        return dataclasses.replace(super().robot_inputs(model_config), relative=relative)
 
     def create(self, assets_dirs: Path, model_config: ModelConfig) -> DataConfig:
         return dataclasses.replace(
@@ -138,20 +147,7 @@ class RLDSDroidDataConfig(DroidDataConfig):
 class LeRobotUR5DataConfig(RobotDataConfig):
     """UR5 data sets in LeRobot format."""
 
-    robot = "UR5"
     inputs = UR5
-    repack = RepackTransform(
-        {
-            "base_rgb": "image",
-            "wrist_rgb": "wrist_image",
-            "joints": "joints",
-            "gripper": "gripper",
-            "actions": "actions",
-        }
-    )
-
-    def relative_actions(self) -> Sequence[bool]:
-        return make_bool_mask(6, -1)
 
 
 @register("libero")
@@ -159,23 +155,15 @@ class LeRobotUR5DataConfig(RobotDataConfig):
 class LeRobotLiberoDataConfig(RobotDataConfig):
     """LIBERO data sets in LeRobot format."""
 
-    robot = "LIBERO"
     inputs = LIBERO
-    repack = RepackTransform(
-        {
-            "observation/image": "image",
-            "observation/wrist_image": "wrist_image",
-            "observation/state": "state",
-            "actions": "actions",
-        }
-    )
 
     # Subtract the state from the actions once more, as π0's released weights expect. LIBERO's own
     # actions are relative already; models trained since leave this off.
     extra_delta_transform: bool = False
 
-    def relative_actions(self) -> Sequence[bool] | None:
-        return make_bool_mask(6, -1) if self.extra_delta_transform else None
+    def robot_inputs(self, model_config: ModelConfig) -> RobotInputs:  # noqa: ARG002
+        relative = make_bool_mask(6, -1) if self.extra_delta_transform else None
+        return dataclasses.replace(self.inputs, relative=relative)
 
 
 @register("metaworld")
@@ -183,15 +171,7 @@ class LeRobotLiberoDataConfig(RobotDataConfig):
 class LeRobotMetaworldDataConfig(RobotDataConfig):
     """MetaWorld data sets in LeRobot format, as `piston record` writes them."""
 
-    robot = "MetaWorld"
     inputs = METAWORLD
-    repack = RepackTransform(
-        {
-            "images": {"corner4": "observation.images.corner4"},
-            "state": "observation.state",
-            "actions": "action",
-        }
-    )
 
 
 @register("fake")

@@ -12,13 +12,14 @@ deleted is renamed first. A damaged checkpoint is skipped with a warning, never 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import pickle
 import shutil
 import threading
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,18 +30,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from piston import weights
-from piston.config import TRAIN_SECTION, TrainConfig
+from piston.config import TRAIN_SECTION, DataConfig, TrainConfig
 from piston.files import find_damage, read_json, sync, write_json, write_manifest
 from piston.serialization import to_json
 from piston.training.distributed import Processes, whole
 from piston.training.step import Trainer
-from piston.transforms.normalize import NormStats, read_norm_stats, write_norm_stats
+from piston.transforms.normalize import read_norm_stats, write_norm_stats
 
 logger = logging.getLogger(__name__)
 
 _STATE = "train_state"
 _PROGRESS = "progress.json"
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 # Folders that are being written or deleted; after a kill they are of no use.
 UNFINISHED = ("[0-9]*.partial", "[0-9]*.removed")
 
@@ -49,8 +49,6 @@ _ATTEMPTS, _PAUSE = 20, 30.0
 
 # DCP warns a single process that it is alone. (`catch_warnings` is not safe with threads.)
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-
-# -- the state of a run as tensors -----------------------------------------------------------------
 
 
 def state_tensors(trainer: Trainer) -> dict[str, Tensor]:
@@ -73,72 +71,24 @@ def state_tensors(trainer: Trainer) -> dict[str, Tensor]:
     return tensors
 
 
-def _served(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Select the weights to serve: the moving average where there is one."""
-    names = [name.removeprefix("model/") for name in tensors if name.startswith("model/")]
-    return {name: tensors.get(f"ema/{name}", tensors[f"model/{name}"]) for name in names}
+def copy_state(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return copies on the CPU of the state, and of the weights to serve.
 
-
-def _to_be_filled(trainer: Trainer, saved: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Return the state tensors to load into, with optimizer state where the saved run had one."""
-    for name, parameter in trainer.parameters.items():
-        if f"optimizer/{name}/step" in saved:
-            state = trainer.optimizer.state[parameter]
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state |= {moment: torch.zeros_like(parameter) for moment in _MOMENTS}
+    Served is the moving average where there is one. The second shares memory with the first, except
+    under FSDP: there the first process holds whole tensors.
+    """
     tensors = state_tensors(trainer)
-    present = {name: tuple(value.shape) for name, value in tensors.items()}
-    differing = [name for name in {**saved, **present} if saved.get(name) != present.get(name)]
-    if differing:
-        examples = "; ".join(
-            f"{name} (saved: {saved.get(name, 'none')}, now: {present.get(name, 'none')})"
-            for name in differing[:4]
-        )
-        raise ValueError(
-            f"The checkpoint belongs to another run: {len(differing)} tensors differ, such as "
-            f"{examples}. Resume with the same model, --freeze and --ema-decay, or start a new run "
-            "with --weights."
-        )
-    return tensors
-
-
-@dataclasses.dataclass(frozen=True)
-class Statistics:
-    """The normalisation statistics that a checkpoint carries."""
-
-    asset_id: str
-    stats: Mapping[str, NormStats]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Snapshot:
-    """Copies on the CPU of what a checkpoint holds; training does not change them."""
-
-    # Under FSDP this process's shards.
-    state: dict[str, Tensor]
-    # Shares memory with `state`, except under FSDP: there the first process holds whole tensors.
-    served: dict[str, Tensor]
-    step: int
-    progress: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, trainer: Trainer, step: int, progress: Mapping[str, Any]) -> _Snapshot:
-        tensors = state_tensors(trainer)
-        state = {name: _copied(value) for name, value in tensors.items()}
+    state = {name: _copied(value) for name, value in tensors.items()}
+    served = {}
+    for name in trainer.model.state_dict():
+        source = f"ema/{name}" if f"ema/{name}" in tensors else f"model/{name}"
         if trainer.config.sharding != "fsdp":
-            return cls(state, _served(state), step, progress)
-        served = {}
-        for name, value in _served(tensors).items():
-            gathered = whole(value)  # one tensor at a time; every process takes part
-            if trainer.processes.is_first:
-                served[name] = _copied(gathered)
-        return cls(state, served, step, progress)
-
-    @property
-    def num_bytes(self) -> int:
-        """Size on disk without small files. (A sharded tensor reports its whole size.)"""
-        tensors = (*self.state.values(), *self.served.values())
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            served[name] = state[source]
+            continue
+        gathered = whole(tensors[source])  # one tensor at a time; every process takes part
+        if trainer.processes.is_first:
+            served[name] = _copied(gathered)
+    return state, served
 
 
 def _copied(tensor: Tensor) -> Tensor:
@@ -146,29 +96,23 @@ def _copied(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
 
 
-# -- writing ---------------------------------------------------------------------------------------
-
-
 class CheckpointWriter:
     """Saves a run's checkpoints, one at a time, and deletes those that are not to be kept.
 
-    Under DDP every process has the whole state, and the first one saves.
+    A checkpoint carries the statistics of `pipeline`. Under DDP every process has the whole state,
+    and the first one saves.
     """
 
     def __init__(
-        self,
-        config: TrainConfig,
-        folder: Path,
-        processes: Processes,
-        statistics: Statistics | None,
+        self, config: TrainConfig, folder: Path, processes: Processes, pipeline: DataConfig
     ) -> None:
         self._config, self._folder = config, folder
-        self._processes, self._statistics = processes, statistics
-        self._takes_part = processes.is_first or config.sharding == "fsdp"
+        self._processes, self._pipeline = processes, pipeline
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
+        self._gigabytes = 0.0
         # The last save of the run, which is tried again if it fails.
-        self._last: _Snapshot | None = None
+        self._last: Callable[[], None] | None = None
 
     def save(
         self, trainer: Trainer, step: int, progress: Mapping[str, Any], *, last: bool = False
@@ -178,10 +122,13 @@ class CheckpointWriter:
         The copy of the `last` save is kept for `finish`, which must follow.
         """
         self.wait()
-        if self._takes_part:
-            snapshot = _Snapshot.of(trainer, step, progress)
-            self._last = snapshot if last else None
-            self._start(snapshot)
+        if self._processes.is_first or self._config.sharding == "fsdp":
+            state, served = copy_state(trainer)
+            # Without small files. (A sharded tensor reports its whole size.)
+            self._gigabytes = sum(t.nbytes for t in (*state.values(), *served.values())) / 1e9
+            write = functools.partial(self._write, step, state, served, progress)
+            self._last = write if last else None
+            self._start(write)
 
     def wait(self) -> None:
         """Wait until no process is writing. A failed save has been logged and is not raised."""
@@ -196,22 +143,26 @@ class CheckpointWriter:
         self.wait()
         for _ in range(_ATTEMPTS):
             may_help = self._last is not None and isinstance(self._error, OSError)
-            if not self._processes.any(may_help):
+            if not any(self._processes.sum(may_help)):
                 break
             if self._processes.is_first:
                 logger.error(
                     "The trained weights are still in memory. Free some space in %s: saving is "
                     "tried again in %d seconds, for %d minutes in all.",
-                    self._folder,
-                    _PAUSE,
-                    _ATTEMPTS * _PAUSE / 60,
+                    *(self._folder, _PAUSE, _ATTEMPTS * _PAUSE / 60),
                 )
             time.sleep(_PAUSE)
             if self._last is not None:
                 self._start(self._last)
             self.wait()
         if self._error is not None:
-            raise self._not_saved(self._error) from self._error
+            steps = saved_steps(self._folder)
+            start = f"after step {steps[-1]}, the newest checkpoint" if steps else "from the start"
+            raise OSError(
+                f"The last checkpoint, about {self._gigabytes:.1f} GB, could not be written to "
+                f"{self._folder}: {self._error}. Free some space there and continue with --resume, "
+                f"{start}."
+            ) from self._error
 
     def __enter__(self) -> CheckpointWriter:
         return self
@@ -224,70 +175,78 @@ class CheckpointWriter:
             self._thread.join()
             self._thread = None
 
-    def _start(self, snapshot: _Snapshot) -> None:
-        self._thread = threading.Thread(target=self._write, args=(snapshot,), name="checkpoint")
+    def _start(self, write: Callable[[], None]) -> None:
+        self._thread = threading.Thread(target=write, name="checkpoint")
         self._thread.start()
 
-    def _write(self, snapshot: _Snapshot) -> None:
-        temporary, self._error = self._folder / f"{snapshot.step}.partial", None
+    def _write(
+        self,
+        step: int,
+        state: dict[str, Tensor],
+        served: dict[str, Tensor],
+        progress: Mapping[str, Any],
+    ) -> None:
+        folder = self._folder / str(step)
+        temporary, self._error = folder.with_name(f"{step}.partial"), None
         try:
             group = _process_group(self._config, self._processes)
-            dcp.save(snapshot.state, checkpoint_id=temporary / _STATE, **group)
+            dcp.save(state, checkpoint_id=temporary / _STATE, **group)
             if self._processes.is_first:
-                self._complete(temporary, snapshot)
-                temporary.rename(self._folder / str(snapshot.step))
+                write_json(temporary / _STATE / _PROGRESS, progress)
+                sections = {TRAIN_SECTION: to_json(self._config)}
+                weights.save_model(served, self._config.model, temporary, sections=sections)
+                if self._pipeline.norm_stats is not None and self._pipeline.asset_id is not None:
+                    assets = temporary / "assets" / self._pipeline.asset_id
+                    write_norm_stats(assets, self._pipeline.norm_stats)
+                write_manifest(temporary)
+                temporary.rename(folder)
                 sync(self._folder)
-                logger.info("Saved checkpoint %s", self._folder / str(snapshot.step))
+                logger.info("Saved checkpoint %s", folder)
                 self._delete_old()
         except (Exception, CheckpointException) as failure:
             # Training continues: the next save may succeed, and earlier ones are untouched.
             self._error = _cause(failure)
             if self._processes.is_first:
                 shutil.rmtree(temporary, ignore_errors=True)
-                is_last = snapshot is self._last
                 logger.error(
                     "The checkpoint of step %d was not saved: %s (about %.1f GB are needed, %.1f "
                     "GB are free there). Earlier ones are untouched%s",
-                    snapshot.step,
-                    self._error,
-                    snapshot.num_bytes / 1e9,
+                    *(step, self._error, self._gigabytes),
                     shutil.disk_usage(self._folder).free / 1e9,
-                    "." if is_last else "; training continues, and the next save tries again.",
+                    "." if self._last else "; training continues, and the next save tries again.",
                 )
-
-    def _not_saved(self, error: Exception) -> OSError:
-        steps = saved_steps(self._folder)
-        size = f", about {self._last.num_bytes / 1e9:.1f} GB," if self._last else ""
-        start = f"after step {steps[-1]}, the newest checkpoint" if steps else "from the start"
-        return OSError(
-            f"The last checkpoint{size} could not be written to {self._folder}: {error}. Free some "
-            f"space there and continue with --resume, {start}."
-        )
-
-    def _complete(self, folder: Path, snapshot: _Snapshot) -> None:
-        write_json(folder / _STATE / _PROGRESS, snapshot.progress)
-        sections = {TRAIN_SECTION: to_json(self._config)}
-        weights.save_model(snapshot.served, self._config.model, folder, sections=sections)
-        if self._statistics is not None:
-            assets = folder / "assets" / self._statistics.asset_id
-            write_norm_stats(assets, self._statistics.stats)
-        write_manifest(folder)
 
     def _delete_old(self) -> None:
         steps = saved_steps(self._folder)
         period, newest = self._config.keep_period, steps[-self._config.keep_last :]
         for step in steps:
-            is_permanent = period is not None and step % period == 0
-            if step not in newest and not is_permanent:
-                removed = self._folder / f"{step}.removed"
-                try:
-                    (self._folder / str(step)).rename(removed)
-                    shutil.rmtree(removed)
-                except OSError as error:  # the new checkpoint is saved all the same
-                    logger.warning("Checkpoint %d was not deleted: %s", step, error)
+            if step in newest or (period is not None and step % period == 0):
+                continue
+            removed = self._folder / f"{step}.removed"
+            try:
+                (self._folder / str(step)).rename(removed)
+                shutil.rmtree(removed)
+            except OSError as error:  # the new checkpoint is saved all the same
+                logger.warning("Checkpoint %d was not deleted: %s", step, error)
 
 
-# -- reading ---------------------------------------------------------------------------------------
+def _cause(failure: BaseException) -> Exception:
+    """Return the first error on the first process that had one."""
+    if isinstance(failure, CheckpointException):
+        failure = next(iter(failure.failures.values()))[0]
+    found: BaseException | None = failure
+    while found is not None:  # a full disk may be hidden behind the error it led to
+        if isinstance(found, OSError):
+            return found
+        found = found.__cause__ or found.__context__
+    return failure if isinstance(failure, Exception) else RuntimeError(str(failure))
+
+
+def _process_group(config: TrainConfig, processes: Processes) -> dict[str, Any]:
+    """Return DCP's options: together under FSDP, else each process for itself."""
+    if config.sharding == "fsdp":
+        return {"process_group": processes.patient_group}
+    return {"no_dist": True}
 
 
 def saved_steps(run: Path) -> list[int]:
@@ -305,23 +264,22 @@ def newest_whole_step(run: Path) -> int | None:
     return None
 
 
-def warn_of_other_statistics(folder: Path, statistics: Statistics | None) -> None:
+def warn_of_other_statistics(folder: Path, pipeline: DataConfig) -> None:
     """Log a warning if a resumed run would use other statistics than its checkpoint."""
-    if statistics is None:
+    if pipeline.norm_stats is None or pipeline.asset_id is None:
         return
-    saved = folder / "assets" / statistics.asset_id
+    saved = folder / "assets" / pipeline.asset_id
     if not saved.is_dir():
-        logger.warning("%s was trained with other statistics than %s", folder, statistics.asset_id)
-    elif read_norm_stats(saved) != statistics.stats:
+        logger.warning("%s was trained with other statistics than %s", folder, pipeline.asset_id)
+    elif read_norm_stats(saved) != pipeline.norm_stats:
         logger.warning(
             "The statistics of %s are not those that %s was trained with (in its assets/ folder): "
             "states and actions are now normalised differently. Restore them to undo that.",
-            statistics.asset_id,
-            folder,
+            *(pipeline.asset_id, folder),
         )
 
 
-def restore(trainer: Trainer, folder: Path) -> dict[str, Any]:
+def restore(trainer: Trainer, folder: Path) -> Any:
     """Load a checkpoint into the trainer in place and return the loop's saved progress."""
     reader = _StateReader(folder / _STATE)
     saved = {
@@ -329,10 +287,27 @@ def restore(trainer: Trainer, folder: Path) -> dict[str, Any]:
         for name, entry in reader.read_metadata().state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
+    for name, parameter in trainer.parameters.items():
+        if f"optimizer/{name}/step" in saved:
+            state = trainer.optimizer.state[parameter]
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state |= {moment: torch.zeros_like(parameter) for moment in ("exp_avg", "exp_avg_sq")}
+    tensors = state_tensors(trainer)
+    present = {name: tuple(value.shape) for name, value in tensors.items()}
+    differing = [
+        f"{name} (saved: {saved.get(name, 'none')}, now: {present.get(name, 'none')})"
+        for name in {**saved, **present}
+        if saved.get(name) != present.get(name)
+    ]
+    if differing:
+        raise ValueError(
+            f"The checkpoint belongs to another run: {len(differing)} tensors differ, such as "
+            f"{'; '.join(differing[:4])}. Resume with the same model, --freeze and --ema-decay, or "
+            "start a new run with --weights."
+        )
     group = _process_group(trainer.config, trainer.processes)
-    dcp.load(_to_be_filled(trainer, saved), storage_reader=reader, **group)
-    progress: dict[str, Any] = read_json(folder / _STATE / _PROGRESS)
-    return progress
+    dcp.load(tensors, storage_reader=reader, **group)
+    return read_json(folder / _STATE / _PROGRESS)
 
 
 class _StateReader(dcp.FileSystemReader):
@@ -380,22 +355,3 @@ class _MetadataUnpickler(pickle.Unpickler):
             f"{self._path} refers to {module}.{name}, which no training state contains. The file "
             "is damaged or was made to run code: do not resume from it."
         )
-
-
-def _process_group(config: TrainConfig, processes: Processes) -> dict[str, Any]:
-    """Return DCP's options: together under FSDP, else each process for itself."""
-    if config.sharding == "fsdp":
-        return {"process_group": processes.patient_group}
-    return {"no_dist": True}
-
-
-def _cause(failure: BaseException) -> Exception:
-    """Return the first error on the first process that had one."""
-    if isinstance(failure, CheckpointException):
-        failure = next(iter(failure.failures.values()))[0]
-    found: BaseException | None = failure
-    while found is not None:  # a full disk may be hidden behind the error it led to
-        if isinstance(found, OSError):
-            return found
-        found = found.__cause__ or found.__context__
-    return failure if isinstance(failure, Exception) else RuntimeError(str(failure))

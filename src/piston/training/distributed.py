@@ -53,10 +53,6 @@ class Processes:
         dist.all_reduce(totals)
         return totals.tolist()
 
-    def any(self, flag: bool) -> bool:
-        """Return whether the flag is set on any process, so that all take the same decision."""
-        return self.sum(float(flag))[0] > 0
-
     def from_first(self, find: Callable[[], T]) -> T:
         """Return on all processes what `find` returns on the first."""
         found: list[Any] = [find() if self.is_first else None]
@@ -82,11 +78,9 @@ def join_processes(config: TrainConfig) -> Iterator[Processes]:
         yield Processes(0, 1, device)
         return
     dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpu else "gloo")
-    processes = Processes(
-        rank, world_size, device, dist.new_group(backend="gloo", timeout=_PATIENCE)
-    )
+    patient_group = dist.new_group(backend="gloo", timeout=_PATIENCE)
     try:
-        yield processes
+        yield Processes(rank, world_size, device, patient_group)
     finally:
         # gloo's threads need Python's lock for a moment after a sum. A group that is freed just
         # then waits for them while they wait for the lock.
@@ -110,9 +104,8 @@ def _check(config: TrainConfig, world_size: int) -> None:
     parts = world_size * config.gradient_accumulation
     if config.batch_size % parts:
         raise ValueError(
-            f"--batch-size {config.batch_size} cannot be cut into {world_size} processes × "
-            f"{config.gradient_accumulation} parts (--gradient-accumulation): it must be a "
-            f"multiple of {parts}."
+            f"--batch-size is {config.batch_size}; it must be a multiple of {parts}: {world_size} "
+            f"processes × {config.gradient_accumulation} parts (--gradient-accumulation)."
         )
 
 
@@ -122,7 +115,8 @@ def shard(model: Model, sharding: Sharding) -> Losses:
         # Where some parameters have no part in the loss, those of the vision tower may have none
         # either, in a batch without images: DDP must not wait for their gradients.
         unused = bool(model.unused_parameters())
-        return DistributedDataParallel(_TrainingLosses(model), find_unused_parameters=unused)
+        model.forward = model.training_losses  # the method that DDP calls
+        return DistributedDataParallel(model, find_unused_parameters=unused)
     if sharding == "none":
         return model.training_losses
     # Keys and values leave a layer as views, which are never changed in place.
@@ -156,17 +150,6 @@ def gradients_exchanged(forward: Losses, now: bool) -> AbstractContextManager[No
     if now or not isinstance(forward, DistributedDataParallel):
         return nullcontext()
     return forward.no_sync()
-
-
-class _TrainingLosses(nn.Module):
-    """Makes `training_losses` the `forward` method, which is the one that DDP supports."""
-
-    def __init__(self, model: Model) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, *args: Any) -> dict[str, Tensor]:
-        return self.model.training_losses(*args)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -18,11 +18,10 @@ import tyro
 
 from piston import presets, weights
 from piston.config import DataConfig, TrainConfig
-from piston.files import find_damage, write_text
+from piston.files import find_damage, read_json_object, write_text
 from piston.serialization import to_json
 from piston.training.checkpoint import UNFINISHED, newest_whole_step, saved_steps
 from piston.training.distributed import Processes
-from piston.training.optimizer import freeze_parameters
 from piston.training.trackers import METRICS, WANDB_ID, read_metrics, remove_metrics_after
 from piston.transforms import flatten_dict
 from piston.weights.expected import check_match
@@ -36,44 +35,29 @@ _EXPECTED_TO_CHANGE = ("resume", "overwrite", "num_train_steps", "checkpoint_bas
 _FILE_SYSTEM_DELAY = 60.0
 
 
-# -- cheap checks that come before anything slow
+def check_weights(config: TrainConfig) -> None:
+    """Raise an error if the initial checkpoint is missing or does not fit; reads headers only."""
+    if config.weights is not None:
+        checkpoint = weights.open_checkpoint(config.weights, config.model)
+        check_match(
+            weights.expected_shapes(config.model),
+            checkpoint.shapes(),
+            may_be_new=config.may_be_new,
+            what=f"{checkpoint} does not fit the {config.model.family} model",
+        )
 
 
 def read_statistics(config: TrainConfig) -> DataConfig:
     """Return the pipeline with its statistics; an error names the command that computes them."""
-    return config.data_config().with_norm_stats(_stats_arguments(config))
-
-
-def check_freeze(config: TrainConfig) -> None:
-    """Raise ValueError if a --freeze pattern matches nothing, or all of them match everything."""
-    freeze_parameters(weights.build_on_meta(config.model), config.freeze)
-
-
-def check_weights(config: TrainConfig) -> None:
-    """Raise an error if the initial checkpoint is missing or does not fit; reads headers only."""
-    if config.weights is None:
-        return
-    checkpoint = weights.open_checkpoint(config.weights, config.model)
-    check_match(
-        weights.expected_shapes(config.model),
-        checkpoint.shapes(),
-        may_be_new=config.may_be_new,
-        what=f"{checkpoint} does not fit the {config.model.family} model",
-    )
-
-
-def _stats_arguments(config: TrainConfig) -> str:
-    """Return the arguments with which `piston stats` computes this configuration's statistics."""
-    try:
+    words = [config.name]
+    with contextlib.suppress(presets.UnknownPreset):
         preset = presets.get(config.name)
-    except presets.UnknownPreset:
-        return config.name
-    words = [config.name, *_changed(preset.data, config.data, "--data.")]
-    if config.model.action_horizon != preset.model.action_horizon:
-        words += ["--model.action-horizon", str(config.model.action_horizon)]
-    if config.assets_base_dir != preset.assets_base_dir:
-        words += ["--assets-base-dir", config.assets_base_dir]
-    return shlex.join(words)
+        words += _changed(preset.data, config.data, "--data.")
+        if config.model.action_horizon != preset.model.action_horizon:
+            words += ["--model.action-horizon", str(config.model.action_horizon)]
+        if config.assets_base_dir != preset.assets_base_dir:
+            words += ["--assets-base-dir", config.assets_base_dir]
+    return config.data_config().with_norm_stats(shlex.join(words))
 
 
 def _changed(before: Any, now: Any, prefix: str) -> Iterator[str]:
@@ -87,13 +71,9 @@ def _changed(before: Any, now: Any, prefix: str) -> Iterator[str]:
             yield from _changed(own, value, f"{prefix}{name}.")
         elif isinstance(value, bool):
             yield f"{prefix}{'' if value else 'no-'}{name}"
-        elif isinstance(value, tuple):
-            yield from (f"{prefix}{name}", *map(str, value))
-        elif value is None or isinstance(value, str | int | float):
-            yield from (f"{prefix}{name}", str(value))
-
-
-# -- the folder
+        elif value is None or isinstance(value, str | int | float | tuple):
+            values = value if isinstance(value, tuple) else (value,)
+            yield from (f"{prefix}{name}", *map(str, values))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,26 +93,23 @@ class Run:
 
 @contextlib.contextmanager
 def open_run(config: TrainConfig, processes: Processes) -> Iterator[Run]:
-    """Lock the run and find the checkpoint to resume from; change nothing yet."""
+    """Lock the run and find the checkpoint to resume from; change nothing yet.
+
+    The operating system releases the lock however the process ends.
+    """
     folder = config.checkpoint_dir.absolute()
     with contextlib.ExitStack() as stack:
         if processes.is_first:
-            stack.enter_context(_lock(folder))
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            lock = filelock.FileLock(folder.with_name(f".{folder.name}.lock"), timeout=0)
+            try:
+                stack.enter_context(lock)
+            except filelock.Timeout:
+                raise FileExistsError(
+                    f"Another process is training {folder}. Stop it first, or give another "
+                    "--exp-name."
+                ) from None
         yield Run(folder, processes.from_first(lambda: _find_step(config, folder)))
-
-
-def begin(run: Run, config: TrainConfig, processes: Processes) -> None:
-    """Prepare the folder for training. --overwrite deletes here, not earlier."""
-    if processes.is_first:
-        if config.overwrite and run.folder.exists():
-            shutil.rmtree(run.folder)
-        run.folder.mkdir(parents=True, exist_ok=True)
-        _clean_up(run)
-        text = json.dumps(to_json(config), indent=2)
-        _log_changes(run.folder / CONFIG, json.loads(text))
-        write_text(run.folder / CONFIG, text)
-    processes.wait_for_all()
-    _check_shared(run.folder)
 
 
 def _find_step(config: TrainConfig, folder: Path) -> int | None:
@@ -154,6 +131,35 @@ def _find_step(config: TrainConfig, folder: Path) -> int | None:
     return None
 
 
+def begin(run: Run, config: TrainConfig, processes: Processes) -> None:
+    """Prepare the folder for training. --overwrite deletes here, not earlier."""
+    path = run.folder / CONFIG
+    if processes.is_first:
+        if config.overwrite and run.folder.exists():
+            shutil.rmtree(run.folder)
+        run.folder.mkdir(parents=True, exist_ok=True)
+        _clean_up(run)
+        text = json.dumps(to_json(config), indent=2)
+        before = flatten_dict(_read_config(path), ".")
+        changed = [
+            f"{name} {before[name]} → {value}"
+            for name, value in flatten_dict(json.loads(text), ".").items()
+            if name in before and before[name] != value and name not in _EXPECTED_TO_CHANGE
+        ]
+        if changed:
+            logger.info("changed since the last start: %s", ", ".join(changed))
+        write_text(path, text)
+    processes.wait_for_all()
+    deadline = time.monotonic() + _FILE_SYSTEM_DELAY
+    while not path.is_file():
+        if time.monotonic() > deadline:
+            raise FileNotFoundError(
+                f"This process cannot see {path}, which the first process wrote. All machines of a "
+                "run need the same disk: set --checkpoint-base-dir to a shared folder."
+            )
+        time.sleep(0.5)
+
+
 def _clean_up(run: Run) -> None:
     """Remove what a killed process left behind and set damaged checkpoints aside."""
     for pattern in UNFINISHED:
@@ -169,79 +175,35 @@ def _clean_up(run: Run) -> None:
         (run.folder / WANDB_ID).unlink(missing_ok=True)
 
 
-def _log_changes(path: Path, now: dict[str, Any]) -> None:
-    """Log in one line which options differ from the last start of this run."""
-    before = flatten_dict(_read_config(path) or {}, ".")
-    changed = [
-        f"{name} {before[name]} → {value}"
-        for name, value in flatten_dict(now, ".").items()
-        if name in before and before[name] != value and name not in _EXPECTED_TO_CHANGE
-    ]
-    if changed:
-        logger.info("changed since the last start: %s", ", ".join(changed))
-
-
-def _read_config(path: Path) -> dict[str, Any] | None:
-    """Return the saved configuration, or None if it is missing or unreadable."""
+def _read_config(path: Path) -> dict[str, Any]:
+    """Return the saved configuration, empty if it is missing or unreadable."""
     try:
-        config = json.loads(path.read_bytes())
+        return read_json_object(path)
     except (OSError, ValueError):
-        return None
-    return config if isinstance(config, dict) else None
-
-
-def _check_shared(folder: Path) -> None:
-    deadline = time.monotonic() + _FILE_SYSTEM_DELAY
-    while not (folder / CONFIG).is_file():
-        if time.monotonic() > deadline:
-            raise FileNotFoundError(
-                f"This process cannot see {folder}, which the first process created. All machines "
-                "of a run need the same disk: set --checkpoint-base-dir to a shared folder."
-            )
-        time.sleep(0.5)
-
-
-@contextlib.contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """Hold the run's lock; the operating system releases it however the process ends."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(folder.with_name(f".{folder.name}.lock"))
-    try:
-        lock.acquire(timeout=0)
-    except filelock.Timeout:
-        raise FileExistsError(
-            f"Another process is training {folder}. Stop it first, or give another --exp-name."
-        ) from None
-    try:
-        yield
-    finally:
-        lock.release()
+        return {}
 
 
 def list_runs(base: Path) -> list[dict[str, Any]]:
     """List the runs below a folder: name, last logged step and loss, newest checkpoint.
 
-    `num_train_steps` is None if the run's configuration cannot be read.
+    `num_train_steps` is None if the run's configuration cannot be read. A checkpoint counts if its
+    files have the right sizes; `--resume` reads them all.
     """
     runs = []
     for path in sorted(base.glob(f"*/*/{CONFIG}")):
-        folder, config = path.parent, _read_config(path) or {}
+        folder = path.parent
         logged = [line for line in read_metrics(folder / METRICS) if "loss" in line]
+        checkpoints = [folder / str(step) for step in reversed(saved_steps(folder))]
+        whole = (one for one in checkpoints if find_damage(one, only_sizes=True) is None)
         runs.append(
             {
                 "preset": folder.parent.name,
                 "name": folder.name,
                 "folder": folder,
-                "num_train_steps": config.get("num_train_steps"),
+                "num_train_steps": _read_config(path).get("num_train_steps"),
                 "step": logged[-1]["step"] if logged else None,
                 "loss": logged[-1]["loss"] if logged else None,
-                "checkpoint": _newest_checkpoint(folder),
+                "checkpoint": next(whole, None),
             }
         )
     return runs
-
-
-def _newest_checkpoint(folder: Path) -> Path | None:
-    """Return the newest checkpoint whose files have the right sizes; `--resume` reads them all."""
-    checkpoints = [folder / str(step) for step in reversed(saved_steps(folder))]
-    return next((path for path in checkpoints if not find_damage(path, only_sizes=True)), None)

@@ -10,11 +10,10 @@ Dims: b batch of this process, n noise draws, h horizon, a action dim.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -34,8 +33,7 @@ from piston.training.optimizer import (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class StepOutput:
+class StepOutput(NamedTuple):
     """What a step measured, on the device; `Trainer.read` turns it into numbers."""
 
     # This process's part of the loss; its mean over all processes is the loss of the batch.
@@ -46,8 +44,7 @@ class StepOutput:
     learning_rate: float
 
 
-@dataclasses.dataclass(frozen=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What a step measured over all processes. A skipped step moved nothing."""
 
     loss: float
@@ -72,9 +69,9 @@ class Trainer:
         processes: Processes,
         robot_action_dim: int | None = None,
     ) -> None:
-        """`robot_action_dim` is for --mask-padded-dims: how many dimensions are not padding."""
+        """`robot_action_dim` says how many dimensions are not padding, if that is known."""
         self.config, self.model, self.processes = config, model, processes
-        self._robot_action_dim = robot_action_dim if config.mask_padded_dims else None
+        self.robot_action_dim = robot_action_dim
         model.set_gradient_checkpointing(config.gradient_checkpointing)
         freeze_parameters(model, config.freeze)
         if config.compile:
@@ -102,9 +99,9 @@ class Trainer:
         scale = self.processes.world_size / total_weight
         losses, finite = [], []
         size, part_size = len(weights), len(weights) // self.config.gradient_accumulation
-        parts = [slice(start, start + part_size) for start in range(0, size, part_size)]
-        for part in parts:
-            with gradients_exchanged(self._losses, now=part == parts[-1]):
+        for start in range(0, size, part_size):
+            part = slice(start, start + part_size)
+            with gradients_exchanged(self._losses, now=part.stop >= size):
                 named = self._named_losses(batch, part, draws)
                 loss = _total_loss(named.values(), weights[part], scale, size)
                 # A loss that is not finite spoils all gradients, and so those of all processes.
@@ -126,15 +123,13 @@ class Trainer:
         losses = [total / self.processes.world_size for total in self.processes.sum(*losses)]
         results = []
         for output, loss, norm in zip(outputs, losses, norms):
-            skipped = not math.isfinite(norm)
-            bad = (~output.has_finite_loss).nonzero()[:, 0].tolist() if skipped else ()
+            bad = () if math.isfinite(norm) else (~output.has_finite_loss).nonzero()[:, 0].tolist()
             results.append(StepResult(loss, norm, output.learning_rate, tuple(bad)))
         return results
 
     def weight(self, batch: Mapping[str, Any]) -> float:
         """Return how many numbers of the batch's actions count in the loss."""
-        weights = self._weights(batch)
-        return weights.sum(dtype=torch.float64).item()
+        return self._weights(batch).sum(dtype=torch.float64).item()
 
     @contextmanager
     def served_weights(self) -> Iterator[Model]:
@@ -177,8 +172,8 @@ class Trainer:
         if self.config.mask_padded_steps:
             padded: Bool[Tensor, "b h"] = batch["action_is_pad"]
             weights.masked_fill_(padded[..., None], 0)
-        if self._robot_action_dim is not None:
-            weights[..., self._robot_action_dim :] = 0
+        if self.config.mask_padded_dims and self.robot_action_dim is not None:
+            weights[..., self.robot_action_dim :] = 0
         return weights
 
 

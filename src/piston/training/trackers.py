@@ -1,4 +1,4 @@
-"""Metrics of a run: measured, logged to `metrics.jsonl`, and to TensorBoard or W&B if asked for."""
+"""What a run reports: metrics of its steps, to `metrics.jsonl`, services and the terminal."""
 
 from __future__ import annotations
 
@@ -8,67 +8,73 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from piston.config import TrainConfig
+from piston.data.pipeline import leave_out
 from piston.files import json_line, read_json_lines, write_json_lines
 from piston.serialization import to_json
-from piston.training.step import StepResult
+from piston.training.step import StepOutput, StepResult, Trainer
 
 logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
-_MAX_SAMPLES_SHOWN = 4
 WANDB_ID = "wandb_id.txt"
-_WANDB_WITHOUT_LOGIN = ("offline", "dryrun", "disabled")
+_MAX_SAMPLES_SHOWN = 4
 # A list has one number per dimension. Values that are None or not finite are not logged.
 Metrics = Mapping[str, float | Sequence[float] | None]
+# The two functions of a tracker: log the metrics of a step; close.
+Tracker = tuple[Callable[[int, Metrics], Any], Callable[[], Any]]
 
 
-@runtime_checkable
-class Tracker(Protocol):
-    def log(self, step: int, metrics: Metrics) -> None: ...
+class TrainingStopped(RuntimeError):
+    """The run ended before its last step; the message says why and what to do."""
 
-    def close(self) -> None: ...
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class Trackers:
-    """Logs to all trackers. A tracker that fails is reported once; training continues."""
+    """Logs to all trackers. The first failure of each is reported; training continues."""
 
-    def __init__(self, trackers: Sequence[Tracker]) -> None:
+    def __init__(self, trackers: Mapping[str, Tracker]) -> None:
         self._trackers = trackers
         self._failed: set[str] = set()
 
     def log(self, step: int, metrics: Metrics) -> None:
-        known = {name: value for name, value in metrics.items() if _is_known(value)}
-        for tracker in self._trackers:
-            try:
-                tracker.log(step, known)
-            except Exception as error:  # third-party code may raise anything
-                self._report(tracker, f"Metrics of step {step} were not written", error)
+        known = {
+            name: value
+            for name, value in metrics.items()
+            if value is not None and (not isinstance(value, float) or math.isfinite(value))
+        }
+        for name, (log, _) in self._trackers.items():
+            with self._reported(name, f"Metrics of step {step} were not written"):
+                log(step, known)
 
     def close(self) -> None:
-        for tracker in self._trackers:
-            try:
-                tracker.close()
-            except Exception as error:
-                self._report(tracker, "Metrics were not all written", error)
+        for name, (_, close) in self._trackers.items():
+            with self._reported(name, "Metrics were not all written"):
+                close()
 
-    def _report(self, tracker: Tracker, what: str, error: Exception) -> None:
-        """Log the first failure of each tracker; later ones are usually the same."""
-        name = type(tracker).__name__
-        if name not in self._failed:
+    @contextmanager
+    def _reported(self, name: str, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # third-party code may raise anything
+            if name not in self._failed:
+                again = "training continues, this is logged once"
+                logger.error("%s: %s (%s; %s)", what, error, name, again)
             self._failed.add(name)
-            logger.error("%s: %s (%s; training continues, this is logged once)", what, error, name)
 
 
-def require_trackers(config: TrainConfig) -> None:
+def require_installed(config: TrainConfig) -> None:
     """Raise ImportError if a tracker is not installed, before anything slow happens."""
     for name in config.tracking:
         if importlib.util.find_spec(name) is None:
@@ -80,7 +86,7 @@ def check_logins(config: TrainConfig) -> None:
     if "wandb" in config.tracking:
         import wandb
 
-        if wandb.setup().settings.mode not in _WANDB_WITHOUT_LOGIN:
+        if wandb.setup().settings.mode not in ("offline", "dryrun", "disabled"):
             with _wandb_errors():
                 wandb.login(verify=True)
 
@@ -99,26 +105,66 @@ def _wandb_errors() -> Iterator[None]:
 
 
 def make_trackers(config: TrainConfig, run: Path, first_step: int) -> Trackers:
-    kinds: dict[str, type[TensorBoard] | type[WeightsAndBiases]] = {
-        "tensorboard": TensorBoard,
-        "wandb": WeightsAndBiases,
-    }
-    requested = [kinds[name](config, run, first_step) for name in config.tracking]
-    return Trackers([JsonLines(run / METRICS), *requested])
+    trackers = {METRICS: json_lines(run / METRICS)}
+    if "tensorboard" in config.tracking:
+        trackers["tensorboard"] = _tensorboard(run, first_step)
+    if "wandb" in config.tracking:
+        trackers["wandb"] = _wandb(config, run)
+    return Trackers(trackers)
 
 
-class JsonLines:
-    """Appends one JSON object per log call to a file."""
+def json_lines(path: Path) -> Tracker:
+    """Append one JSON object per log call to a file."""
+    file = path.open("a", encoding="utf-8")
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+    def log(step: int, metrics: Metrics) -> None:
+        file.write(json_line({"step": step, **metrics}))
+        file.flush()
 
-    def log(self, step: int, metrics: Metrics) -> None:
-        self._file.write(json_line({"step": step, **metrics}))
-        self._file.flush()
+    return log, file.close
 
-    def close(self) -> None:
-        self._file.close()
+
+def _tensorboard(run: Path, first_step: int) -> Tracker:
+    """Write event files. A resumed run hides what was logged after `first_step`."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer: Any = SummaryWriter(str(run / "tensorboard"), purge_step=first_step)
+
+    def log(step: int, metrics: Metrics) -> None:
+        for name, value in flat(metrics).items():
+            writer.add_scalar(name, value, step)
+
+    return log, writer.close
+
+
+def _wandb(config: TrainConfig, run: Path) -> Tracker:
+    """Log to Weights & Biases; `WANDB_MODE=offline` keeps everything in the run's folder."""
+    import wandb
+
+    identity = run / WANDB_ID  # the same when the run is resumed, another when it starts again
+    if not identity.is_file():
+        identity.write_text(uuid.uuid4().hex)
+    with _wandb_errors():
+        service: Any = wandb.init(
+            project="piston",
+            name=config.exp_name,
+            id=identity.read_text(),
+            resume="allow",
+            dir=str(run),
+            config=to_json(config),
+        )
+    return lambda step, metrics: service.log(flat(metrics), step=step), service.finish
+
+
+def flat(metrics: Metrics) -> dict[str, float]:
+    """Turn each list, one number per dimension, into separate entries `name/index`."""
+    result: dict[str, float] = {}
+    for name, value in metrics.items():
+        if isinstance(value, Sequence):
+            result |= {f"{name}/{index}": number for index, number in enumerate(value)}
+        elif value is not None:
+            result[name] = value
+    return result
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -133,85 +179,23 @@ def remove_metrics_after(path: Path, step: int) -> None:
         write_json_lines(path, [line for line in read_metrics(path) if line["step"] <= step])
 
 
-class TensorBoard:
-    """Writes event files. A resumed run hides what was logged after `first_step`."""
-
-    def __init__(self, config: TrainConfig, run: Path, first_step: int) -> None:  # noqa: ARG002
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer: Any = SummaryWriter(str(run / "tensorboard"), purge_step=first_step)
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        for name, value in flat(metrics).items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WeightsAndBiases:
-    """Logs to Weights & Biases; `WANDB_MODE=offline` keeps everything in the run's folder."""
-
-    def __init__(self, config: TrainConfig, run: Path, first_step: int) -> None:  # noqa: ARG002
-        import wandb
-
-        with _wandb_errors():
-            self._run: Any = wandb.init(
-                project="piston",
-                name=config.exp_name,
-                id=_own_id(run / WANDB_ID),
-                resume="allow",
-                dir=str(run),
-                config=to_json(config),
-            )
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        self._run.log(flat(metrics), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def _own_id(path: Path) -> str:
-    """Return the run's id: the same when it is resumed, another when it is started again."""
-    if not path.is_file():
-        path.write_text(uuid.uuid4().hex)
-    return path.read_text()
-
-
-def flat(metrics: Metrics) -> dict[str, float]:
-    """Turn each list, one number per dimension, into separate entries `name/index`."""
-    result: dict[str, float] = {}
-    for name, value in metrics.items():
-        if isinstance(value, Sequence):
-            result |= {f"{name}/{index}": number for index, number in enumerate(value)}
-        elif value is not None:
-            result[name] = value
-    return result
-
-
-def _is_known(value: float | Sequence[float] | None) -> bool:
-    """Return False for None and for numbers that JSON cannot hold."""
-    return value is not None and (not isinstance(value, float) or math.isfinite(value))
-
-
-# -- what a person sees of a run
-
-
 class Meter:
-    """Averages over a logging interval, and the share of its time spent waiting for data.
+    """What the steps of a logging interval measured, and its time spent waiting for data.
 
-    Its state is saved in checkpoints, so that averages after a resume cover the same steps.
+    Results are read for several steps at once, as reading waits for the device. `totals` are saved
+    in checkpoints, so that averages after a resume cover the same steps.
     """
 
-    def __init__(self, batch_size: int) -> None:
-        self._batch_size, self._learning_rate = batch_size, float("nan")
-        self._skipped, self.skipped_in_a_row = 0, 0
+    def __init__(self, config: TrainConfig, trainer: Trainer) -> None:
+        self._config, self._trainer = config, trainer
+        self._unread: list[tuple[int, StepOutput, list[Sequence[int]]]] = []
+        self._learning_rate = float("nan")
         self._shown_loss: float | None = None
+        self.totals: dict[str, Any] = {"skipped": 0, "skipped_in_a_row": 0}
         self.begin_interval()
 
     def begin_interval(self) -> None:
-        self._count, self._loss, self._gradient_norm = 0, 0.0, 0.0
+        self.totals |= {"count": 0, "loss": 0.0, "gradient_norm": 0.0}
         self.start_clock()
 
     def start_clock(self) -> None:
@@ -225,61 +209,81 @@ class Meter:
         yield
         self._started += time.perf_counter() - started
 
-    def count_step(self, waited: float) -> None:
-        """Count a step that waited for data for so many seconds."""
+    def add(self, step: int, output: StepOutput, batch: Mapping[str, Any], waited: float) -> None:
+        """Count a step that waited for its batch for so many seconds; its results are read later.
+
+        Not too late: a run that skips all of its steps has to end.
+        """
         self._steps += 1
         self._waited += waited
+        places = [batch[key] for key in ("set_index", "episode_index", "frame_index")]
+        self._unread.append((step, output, places))
+        if len(self._unread) == self._config.max_skipped_steps:
+            self.read()
 
-    def add(self, result: StepResult) -> None:
-        self._learning_rate = result.learning_rate
-        if result.skipped:
-            self._skipped += 1
-            self.skipped_in_a_row += 1
-        else:
-            self.skipped_in_a_row = 0
-            self._count += 1
-            self._loss += result.loss
-            self._gradient_norm += result.gradient_norm
-            self._shown_loss = self._loss / self._count
+    def read(self) -> None:
+        """Read results; raise TrainingStopped if too many steps in a row were skipped."""
+        if not self._unread:
+            return
+        unread, self._unread, totals = self._unread, [], self.totals
+        results = self._trainer.read([output for _, output, _ in unread])
+        for (step, _, places), result in zip(unread, results):
+            self._learning_rate = result.learning_rate
+            if result.skipped:
+                totals["skipped"] += 1
+                totals["skipped_in_a_row"] += 1
+                self._report_skipped(step, result, places)
+                continue
+            totals["skipped_in_a_row"] = 0
+            totals["count"] += 1
+            totals["loss"] += result.loss
+            totals["gradient_norm"] += result.gradient_norm
+            self._shown_loss = totals["loss"] / totals["count"]
 
-    def metrics(self) -> Metrics:
-        elapsed = time.perf_counter() - self._started
+    def _report_skipped(
+        self, step: int, result: StepResult, places: Sequence[Sequence[int]]
+    ) -> None:
+        config, in_a_row = self._config, self.totals["skipped_in_a_row"]
+        frames = [
+            f"{f'set {int(which)} ' if config.data.more_sets else ''}{int(episode)}/{int(frame)}"
+            f"{' (!)' if number in result.bad_samples else ''}"
+            for number, (which, episode, frame) in enumerate(zip(*places))
+        ]
+        logger.warning(
+            "Step %d skipped: loss %s, gradient norm %s. Episode/frame of its samples, with (!) "
+            "where the loss is not finite: %s",
+            *(step, result.loss, result.gradient_norm, ", ".join(frames)),
+        )
+        if in_a_row >= config.max_skipped_steps:
+            without = leave_out(config.data_config(), ["N"])
+            raise TrainingStopped(
+                f"{in_a_row} steps in a row had a loss or gradient that is not finite; they "
+                "changed no weights, and checkpoints are untouched. If few samples above have a "
+                f"(!), leave their episodes out: --resume {without}. If most have it, lower the "
+                f"learning rate: --resume --lr-schedule.peak-lr "
+                f"{config.lr_schedule.peak_lr / 2:g}, or try --resume --model.dtype float32."
+            )
+
+    def metrics(self) -> dict[str, Any]:
+        count, elapsed = self.totals["count"], time.perf_counter() - self._started
         return {
-            "loss": self._loss / self._count if self._count else None,
-            "gradient_norm": self._gradient_norm / self._count if self._count else None,
+            "loss": self.totals["loss"] / count if count else None,
+            "gradient_norm": self.totals["gradient_norm"] / count if count else None,
             "learning_rate": self._learning_rate,
-            "samples_per_second": self._batch_size * self._steps / elapsed,
+            "samples_per_second": self._config.batch_size * self._steps / elapsed,
             "waiting_for_data": self._waited / elapsed,
-            "skipped_steps": self._skipped,
+            "skipped_steps": self.totals["skipped"],
         }
 
     def __str__(self) -> str:
-        elapsed = time.perf_counter() - self._started
         loss = "–" if self._shown_loss is None else f"{self._shown_loss:.4f}"
-        return (
-            f"loss {loss}  lr {self._learning_rate:.2e}  "
-            f"{self._batch_size * self._steps / elapsed:.1f} samples/s  "
-            f"data {self._waited / elapsed:.0%}"
-        )
+        rates = "{samples_per_second:.1f} samples/s  data {waiting_for_data:.0%}"
+        return f"loss {loss}  lr {self._learning_rate:.2e}  {rates.format_map(self.metrics())}"
 
     def time_left(self, num_steps: int) -> datetime.timedelta:
         """Estimate the time that so many more steps take."""
         elapsed = time.perf_counter() - self._started
         return datetime.timedelta(seconds=round(num_steps * elapsed / self._steps))
-
-    def state_dict(self) -> dict[str, float]:
-        return {
-            "count": self._count,
-            "loss": self._loss,
-            "gradient_norm": self._gradient_norm,
-            "skipped": self._skipped,
-            "skipped_in_a_row": self.skipped_in_a_row,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._count, self._loss = state["count"], state["loss"]
-        self._gradient_norm = state["gradient_norm"]
-        self._skipped, self.skipped_in_a_row = state["skipped"], state["skipped_in_a_row"]
 
 
 def save_first_batch(batch: Mapping[str, Any], path: Path) -> None:

@@ -142,13 +142,13 @@ def flatten_dict(tree: Mapping[str, Any], separator: str = "/") -> Data:
     """Return `{"a/b": 1}` for `{"a": {"b": 1}}`. An empty dictionary is a leaf."""
     flat: Data = {}
     for name, value in tree.items():
-        nested = isinstance(value, Mapping) and value
-        leaves = flatten_dict(value, separator) if nested else {"": value}
-        for path, leaf in leaves.items():
-            key = f"{name}{separator}{path}" if nested else name
-            if key in flat:
-                raise ValueError(f"Two values would both be called {key!r} when flattened.")
-            flat[key] = leaf
+        leaves = {name: value}
+        if isinstance(value, Mapping) and value:
+            inner = flatten_dict(value, separator)
+            leaves = {f"{name}{separator}{path}": leaf for path, leaf in inner.items()}
+        if twice := flat.keys() & leaves.keys():
+            raise ValueError(f"Two values would both be called {min(twice)!r} when flattened.")
+        flat |= leaves
     return flat
 
 

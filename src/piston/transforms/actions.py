@@ -24,13 +24,17 @@ def make_bool_mask(*dims: int) -> tuple[bool, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Masked:
-    """What `DeltaActions` and `AbsoluteActions` have in common."""
+class DeltaActions:
+    """Make actions relative to the state at the start of the chunk where `mask` is True.
+
+    The same state is subtracted from every step. Dimensions beyond the mask stay absolute, as
+    grippers should. Not for rotations: Euler angles and axis-angle vectors cannot be subtracted.
+    Data without actions do not change.
+    """
 
     # The dimensions that are relative; None for none.
     mask: Sequence[bool] | None
-    # Whether the state is added (1) or subtracted (−1).
-    sign: ClassVar[int]
+    sign: ClassVar[int] = -1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mask", _as_mask(self.mask, type(self).__name__))
@@ -39,19 +43,18 @@ class _Masked:
         if self.mask is None or "actions" not in data:
             return data
         context = type(self).__name__
-        actions = _as_float(data["actions"])
-        state = _as_float(require(data, "state", context))
+        actions, state = _as_float(data["actions"]), _as_float(require(data, "state", context))
         if actions.ndim < 2 or state.shape[:-1] != actions.shape[:-2]:
             raise ValueError(
                 f"{context}: 'state' has shape {state.shape} and 'actions' {actions.shape}; their "
                 "batch axes must agree: (…, dim) and (…, horizon, dim)."
             )
-        chosen = np.flatnonzero(self.mask)
         if len(self.mask) > actions.shape[-1]:
             raise ValueError(
                 f"{context}: the mask has {len(self.mask)} entries, 'actions' only "
                 f"{actions.shape[-1]} dimensions (shape {actions.shape})."
             )
+        chosen = np.flatnonzero(self.mask)
         if chosen.size and chosen[-1] >= state.shape[-1]:
             raise ValueError(
                 f"{context}: the mask makes action dimension {chosen[-1]} relative, but 'state' "
@@ -62,18 +65,7 @@ class _Masked:
         return {**data, "actions": (actions + self.sign * offset).astype(actions.dtype)}
 
 
-class DeltaActions(_Masked):
-    """Make actions relative to the state at the start of the chunk where `mask` is True.
-
-    The same state is subtracted from every step. Dimensions beyond the mask stay absolute, as
-    grippers should. Not for rotations: Euler angles and axis-angle vectors cannot be subtracted.
-    Data without actions do not change.
-    """
-
-    sign = -1
-
-
-class AbsoluteActions(_Masked):
+class AbsoluteActions(DeltaActions):
     """Invert `DeltaActions`: add the state to every step where `mask` is True."""
 
     sign = 1
@@ -99,7 +91,8 @@ class PerturbState:
     def __call__(self, data: Data) -> Data:
         state = _as_float(require(data, "state", "PerturbState"))
         bits = np.ascontiguousarray(state, np.float32).view(np.uint32)
-        noise = _noise_table(len(self.mask))[bits.sum(-1, dtype=np.int64) % _NUM_DRAWS]
+        table = _noise_table(len(self.mask))
+        noise = table[bits.sum(-1, dtype=np.int64) % len(table)]
         perturbed = state + self.std * noise * np.array(self.mask)
         return {**data, "state": perturbed.astype(state.dtype)}
 
@@ -107,12 +100,9 @@ class PerturbState:
         return None
 
 
-_NUM_DRAWS = 4_099
-
-
 @functools.cache
-def _noise_table(dim: int) -> Float[np.ndarray, "n dim"]:
-    return np.random.default_rng(0).normal(size=(_NUM_DRAWS, dim))
+def _noise_table(dim: int) -> Float[np.ndarray, "4099 dim"]:
+    return np.random.default_rng(0).normal(size=(4_099, dim))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,14 +173,12 @@ def pad_to_dim(values: np.ndarray, dim: int, axis: int = -1, value: float = 0.0)
 
 
 def _as_mask(mask: Sequence[bool] | None, context: str) -> tuple[bool, ...] | None:
-    if mask is None:
-        return None
-    if not all(isinstance(value, bool | np.bool_) for value in mask):
+    if mask is not None and not all(isinstance(value, bool | np.bool_) for value in mask):
         raise TypeError(
             f"{context}: mask must be a list of booleans, found {mask!r}. make_bool_mask(6, -1) "
             "makes one from run lengths."
         )
-    return tuple(bool(value) for value in mask)
+    return None if mask is None else tuple(map(bool, mask))
 
 
 def _as_float(values: np.ndarray) -> np.ndarray:

@@ -29,20 +29,17 @@ def to_uint8_hwc(image: Any, key: str) -> UInt8Images:
     If the last axis is 3, it is taken for the channels. `key` names the image in messages.
     """
     array = np.asarray(image)
-    if array.ndim >= 3 and array.shape[-1] == 3:
-        pass
-    elif array.ndim >= 3 and array.shape[-3] == 3:
+    if array.ndim >= 3 and array.shape[-1] != 3:
         array = np.moveaxis(array, -3, -1)
-    else:
+    if array.ndim < 3 or array.shape[-1] != 3:
         raise ValueError(
-            f"Image {key!r} has shape {array.shape}; expected (…, height, width, 3) or "
+            f"Image {key!r} has shape {np.shape(image)}; expected (…, height, width, 3) or "
             "(…, 3, height, width), in RGB."
         )
     if array.dtype == np.uint8:
         return array
     if array.dtype.kind != "f":
-        expected = "expected uint8, or float in [0, 1]"
-        raise ValueError(f"Image {key!r} has dtype {array.dtype}; {expected}.")
+        raise ValueError(f"Image {key!r}: dtype {array.dtype}; expected uint8, or float in [0, 1].")
     low, high = array.min(initial=0.0), array.max(initial=0.0)
     # Written so that NaN fails as well.
     if not (low >= -_RANGE_TOLERANCE and high <= 1 + _RANGE_TOLERANCE):
@@ -65,10 +62,8 @@ def resize_with_pad(images: UInt8Images, height: int, width: int) -> UInt8Images
         )
     old_height, old_width = images.shape[-3:-1]
     if min(old_height, old_width, height, width) < 1:
-        raise ValueError(
-            f"resize_with_pad: from {old_height}×{old_width} to {height}×{width} pixels; an image "
-            "has at least one pixel."
-        )
+        sizes = f"from {old_height}×{old_width} to {height}×{width} pixels"
+        raise ValueError(f"resize_with_pad: {sizes}; an image has at least one pixel.")
     if (old_height, old_width) == (height, width):
         return images
     ratio = max(old_width / width, old_height / height)

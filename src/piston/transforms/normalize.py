@@ -10,7 +10,6 @@ Dims: d dimensions of a state or action; `*b` any leading axes.
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import json
 import logging
@@ -43,7 +42,10 @@ class NormStats:
     q99: Float[np.ndarray, " d"] | None = None
 
     def __post_init__(self) -> None:
-        for name, value in self.items():
+        if (self.q01 is None) != (self.q99 is None):
+            raise ValueError("NormStats: give both quantiles, q01 and q99, or neither.")
+        sizes = {}
+        for name, value in list(vars(self).items()):
             if value is not None:
                 array = np.array(value, dtype=np.float64)
                 if array.ndim != 1 or not np.isfinite(array).all():
@@ -51,9 +53,7 @@ class NormStats:
                     raise ValueError(f"NormStats: {expected}, found {value!r}.")
                 array.flags.writeable = False
                 object.__setattr__(self, name, array)
-        if (self.q01 is None) != (self.q99 is None):
-            raise ValueError("NormStats: give both quantiles, q01 and q99, or neither.")
-        sizes = {name: len(value) for name, value in self.items() if value is not None}
+                sizes[name] = len(array)
         if len(set(sizes.values())) > 1:
             raise ValueError(f"NormStats: all statistics must have one size, found {sizes}.")
         if np.any(self.std < 0):
@@ -62,8 +62,7 @@ class NormStats:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, NormStats):
             return NotImplemented
-        names = [name for name, _ in self.items()]
-        return all(np.array_equal(getattr(self, name), getattr(other, name)) for name in names)
+        return all(np.array_equal(value, vars(other)[name]) for name, value in vars(self).items())
 
     @property
     def dim(self) -> int:
@@ -78,13 +77,15 @@ class NormStats:
             raise ValueError("These statistics have no quantiles (q01, q99).")
         return self.q01, self.q99
 
-    def items(self) -> list[tuple[str, Float[np.ndarray, " d"] | None]]:
-        return [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
-
 
 @dataclasses.dataclass(frozen=True)
-class _Normalization(abc.ABC):
-    """What `Normalize` and `Unnormalize` have in common."""
+class Normalize:
+    """Normalise the keys that have statistics. Keys that the data lack are left out.
+
+    Values of every robot pass here on their way to a model, so NaN and infinity are refused here.
+    Of statistics with more dimensions than the data, the first are used, since released ones are
+    often padded to the model's size; fewer are an error.
+    """
 
     norm_stats: Mapping[str, NormStats]
     use_quantiles: bool = False
@@ -105,51 +106,22 @@ class _Normalization(abc.ABC):
         result = dict(data)
         # A policy with random weights has no statistics; its values are checked all the same.
         for key in dict.fromkeys(("state", "actions", *self.norm_stats)):
-            if key in data:
-                values = self._finite(data, key)
-                if key in self.norm_stats:
-                    converted = self._convert(values, key, self.norm_stats[key])
-                    # float32 stays float32, computed in float64; integers become float64.
-                    result[key] = converted.astype(np.result_type(values.dtype, np.float32))
+            if key not in data:
+                continue
+            values = require_numbers(data, key, type(self).__name__)
+            if not np.isfinite(values).all():
+                bad = np.argwhere(~np.isfinite(values)).tolist()
+                shown = ", ".join(str(i[0] if len(i) == 1 else tuple(i)) for i in bad[:8])
+                more = f" and {len(bad) - 8} more" if len(bad) > 8 else ""
+                raise ValueError(
+                    f"{type(self).__name__}: {key!r} holds NaN or infinity at {shown}{more} (shape "
+                    f"{values.shape}); expected finite numbers."
+                )
+            if key in self.norm_stats:
+                converted = self._convert(values, key, self.norm_stats[key])
+                # float32 stays float32, computed in float64; integers become float64.
+                result[key] = converted.astype(np.result_type(values.dtype, np.float32))
         return result
-
-    def _finite(self, data: Data, key: str) -> np.ndarray:
-        values = require_numbers(data, key, type(self).__name__)
-        if not np.isfinite(values).all():
-            bad = np.argwhere(~np.isfinite(values))
-            shown = ", ".join(str(i[0] if len(i) == 1 else tuple(i)) for i in bad[:8].tolist())
-            more = f" and {len(bad) - 8} more" if len(bad) > 8 else ""
-            raise ValueError(
-                f"{type(self).__name__}: {key!r} holds NaN or infinity at {shown}{more} (shape "
-                f"{values.shape}); expected finite numbers."
-            )
-        return values
-
-    @abc.abstractmethod
-    def _convert(self, values: np.ndarray, key: str, stats: NormStats) -> np.ndarray: ...
-
-    def _mismatch(self, values: np.ndarray, key: str, stats: NormStats) -> ValueError:
-        return ValueError(
-            f"{type(self).__name__}: {key!r} has {values.shape[-1]} dimensions (shape "
-            f"{values.shape}), its statistics {stats.dim}. They belong to another robot, or to "
-            "other transforms; compute them again: piston stats PRESET"
-        )
-
-    def _offset_and_width(self, stats: NormStats, dim: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return mean and std, or q01 and the distance of the quantiles, with floor and epsilon."""
-        if not self.use_quantiles:
-            return stats.mean[:dim], np.maximum(stats.std[:dim], self.floor) + EPSILON
-        q01, q99 = (quantile[:dim] for quantile in stats.quantiles)
-        return q01, np.maximum(q99 - q01, 2 * self.floor) + EPSILON
-
-
-class Normalize(_Normalization):
-    """Normalise the keys that have statistics. Keys that the data lack are left out.
-
-    Values of every robot pass here on their way to a model, so NaN and infinity are refused here.
-    Of statistics with more dimensions than the data, the first are used, since released ones are
-    often padded to the model's size; fewer are an error.
-    """
 
     def _convert(self, values: np.ndarray, key: str, stats: NormStats) -> np.ndarray:
         dim = values.shape[-1]
@@ -167,8 +139,22 @@ class Normalize(_Normalization):
         result = (values - offset) / width
         return result * 2.0 - 1.0 if self.use_quantiles else result
 
+    def _mismatch(self, values: np.ndarray, key: str, stats: NormStats) -> ValueError:
+        return ValueError(
+            f"{type(self).__name__}: {key!r} has {values.shape[-1]} dimensions (shape "
+            f"{values.shape}), its statistics {stats.dim}. They belong to another robot, or to "
+            "other transforms; compute them again: piston stats PRESET"
+        )
 
-class Unnormalize(_Normalization):
+    def _offset_and_width(self, stats: NormStats, dim: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return mean and std, or q01 and the distance of the quantiles, with floor and epsilon."""
+        if not self.use_quantiles:
+            return stats.mean[:dim], np.maximum(stats.std[:dim], self.floor) + EPSILON
+        q01, q99 = (quantile[:dim] for quantile in stats.quantiles)
+        return q01, np.maximum(q99 - q01, 2 * self.floor) + EPSILON
+
+
+class Unnormalize(Normalize):
     """Invert `Normalize`, for the model's outputs. Every key that has statistics must be there.
 
     Dimensions beyond those of the statistics are the model's padding and stay as they are.
@@ -207,10 +193,10 @@ def read_norm_stats(folder: str | Path) -> dict[str, NormStats]:
     """Read the statistics in `folder`, in the file's order."""
     path = Path(folder) / FILE_NAME
     if not path.is_file():
-        found = "There is no such folder."
-        if path.parent.is_dir():
-            names = ", ".join(sorted(p.name for p in path.parent.iterdir()))
-            found = f"Found there: {names or 'nothing'}."
+        names = ", ".join(sorted(p.name for p in path.parent.glob("*")))
+        found = f"Found there: {names or 'nothing'}."
+        if not path.parent.is_dir():
+            found = "There is no such folder."
         raise FileNotFoundError(
             f"{FILE_NAME} missing in {folder}. {found} Run: piston stats PRESET"
         )
@@ -230,17 +216,17 @@ def read_norm_stats(folder: str | Path) -> dict[str, NormStats]:
 
 def write_norm_stats(folder: str | Path, norm_stats: Mapping[str, NormStats]) -> Path:
     """Write the public file, byte for byte as other software does."""
+
+    def exponential(number: re.Match[str]) -> str:
+        # 0.00001 and 1e-6 for Python's 1e-05 and 1e-06.
+        exponent = int(number[2])
+        return f"{Decimal(number[0]):f}" if exponent == -5 else f"{number[1]}e{exponent}"
+
     values = {
-        key: {name: None if v is None else v.tolist() for name, v in stats.items()}
+        key: {name: None if v is None else v.tolist() for name, v in vars(stats).items()}
         for key, stats in norm_stats.items()
     }
     text = json.dumps({"norm_stats": values}, indent=2, ensure_ascii=False)
     path = Path(folder) / FILE_NAME
-    write_text(path, re.sub(r"(?m)(?<=^        )(\S+)e([-+]\d+)", _exponential, text))
+    write_text(path, re.sub(r"(?m)(?<=^        )(\S+)e([-+]\d+)", exponential, text))
     return path
-
-
-def _exponential(number: re.Match[str]) -> str:
-    """Write 0.00001 and 1e-6, as the public files have it, for Python's 1e-05 and 1e-06."""
-    exponent = int(number[2])
-    return f"{Decimal(number[0]):f}" if exponent == -5 else f"{number[1]}e{exponent}"

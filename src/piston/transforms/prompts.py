@@ -86,7 +86,7 @@ class TokenizePrompt:
             prompts = _prompts(data, state.shape[:-1], "TokenizePrompt")
             rows = [
                 encode(_task_and_state(_clean(prompt), bins) + "Action: ", bos=True)
-                for prompt, bins in zip(prompts.flat, _samples(discretize_state(state), 1))
+                for prompt, bins in zip(prompts.flat, _merged(discretize_state(state), 1))
             ]
         else:
             batch = np.shape(data["state"])[:-1] if "state" in data else None
@@ -130,12 +130,12 @@ class TokenizeFASTInputs:
                     f"{name}: 'actions' has shape {actions.shape}; expected the state's leading "
                     f"axes {batch}, then horizon and action dim."
                 )
-            chunks = _samples(actions, 2)
+            chunks = _merged(actions, 2)
         # Lower case; line breaks inside the sentence stay, as for the released weights.
         words = [prompt.lower().strip().replace("_", " ") for prompt in prompts.flat]
         parts = [
             self.prompt.encode(_task_and_state(text, bins), chunk)
-            for text, bins, chunk in zip(words, _samples(discretize_state(state), 1), chunks)
+            for text, bins, chunk in zip(words, _merged(discretize_state(state), 1), chunks)
         ]
         tokens, mask = _pad([[*prefix, *actions] for prefix, actions in parts], max_len)
         starts = np.array([len(prefix) for prefix, _ in parts], dtype=np.int64)
@@ -193,10 +193,9 @@ def _with_tokens(data: Data, batch: tuple[int, ...], **rows: np.ndarray) -> Data
     return rest | {key: row.reshape(*batch, row.shape[-1]) for key, row in rows.items()}
 
 
-def _samples(values: np.ndarray, num_axes: int) -> np.ndarray:
+def _merged(values: np.ndarray, num_axes: int) -> np.ndarray:
     """Merge all axes before the last `num_axes`."""
-    batch, shape = np.split(values.shape, [values.ndim - num_axes])
-    return values.reshape(np.prod(batch, dtype=int), *shape)
+    return values.reshape(-1, *values.shape[-num_axes:])
 
 
 def _pad(

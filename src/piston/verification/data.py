@@ -24,13 +24,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from piston.config import CosineDecaySchedule
-from piston.robots.aloha import AlohaInputs, AlohaOutputs
+from piston.robots.aloha import JOINTS, AlohaInputs, AlohaOutputs
 from piston.tokenizers.fast import FASTPrompt, FASTTokenizer
 from piston.tokenizers.text import PaligemmaTokenizer, TextTokenizer
 from piston.transforms import compose
 from piston.transforms.actions import AbsoluteActions, DeltaActions, make_bool_mask
 from piston.transforms.images import resize_with_pad
 from piston.transforms.normalize import (
+    FILE_NAME,
     Normalize,
     NormStats,
     Unnormalize,
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
 _TOLERANCE = 1e-6
 # The reference computes rates in float32.
 _RATE_TOLERANCE = 2e-7
-_ALOHA_DELTA = make_bool_mask(6, -1, 6, -1)
 _Arrays = Mapping[str, np.ndarray]
 _UNDERSTOOD = re.compile(
     r"(prompts|fast)$|lr/|make_bool_mask\(|aloha/(state|actions)$|resize/.*/(in|out)$|"
@@ -56,217 +56,161 @@ _UNDERSTOOD = re.compile(
 )
 
 
-def is_transforms(path: Path) -> bool:
-    return path.suffix == ".json" and path.with_suffix(".npz").is_file()
-
-
 def replay_transforms(path: Path) -> Iterator[Quantity]:
     facts: dict[str, Any] = json.loads(path.read_text())
     arrays = dict(np.load(path.with_suffix(".npz")))
     for name in sorted((*facts, *arrays)):
         if not _UNDERSTOOD.match(name):
             yield failed(name, "not understood: nothing here compares it")
-    yield from _masks_and_schedules(facts)
-    yield from _aloha(arrays)
-    yield from _normalization(arrays)
+    for name, fact in facts.items():
+        if call := re.fullmatch(r"make_bool_mask\(([-\d, ]*)\)", name):
+            dims = [int(word) for word in call[1].split(",") if word.strip()]
+            yield equal(name, make_bool_mask(*dims), fact)
+        elif name.startswith("lr/"):
+            # Relative to the largest rate: an absolute 1e-6 would not test rates of 1e-5.
+            largest = np.abs(fact["lr"]).max()
+            rates = np.array([CosineDecaySchedule(**fact["args"])(step) for step in fact["steps"]])
+            expected = np.array(fact["lr"]) / largest
+            yield close(f"{name} / largest", rates / largest, expected, _RATE_TOLERANCE)
+    for case in sorted({m[1] for name in arrays if (m := re.match(r"(aloha/adapt_.*)/", name))}):
+        yield from _aloha(case, arrays)
+    stats = {}
+    if "norm/x" in arrays:
+        stats["x"] = NormStats(*(arrays[f"norm/{part}"] for part in ("mean", "std", "q01", "q99")))
     for name in sorted(arrays):
-        if found := re.fullmatch(r"(resize/.*)/in", name):
+        if found := re.fullmatch(r"norm/(un)?normalized(_wide)?_quantile_(True|False)", name):
+            convert = (Unnormalize if found[1] else Normalize)(stats, found[3] == "True")
+            values = arrays["norm/wide_x" if found[2] else "norm/x"]
+            yield close(name, convert({"x": values})["x"], arrays[name], _TOLERANCE)
+        elif found := re.fullmatch(r"(resize/.*)/in", name):
             expected = arrays[f"{found[1]}/out"]
-            height, width = expected.shape[-3:-1]
-            yield equal(found[1], resize_with_pad(arrays[name], height, width), expected)
+            yield equal(found[1], resize_with_pad(arrays[name], *expected.shape[-3:-1]), expected)
     if "prompts" in facts or "fast" in facts:
         # The tokenizers beside the case if there are any, else the public ones.
         beside = path.parent / "tokenizers"
         model, folder = beside / "paligemma_tokenizer.model", beside / "fast"
         text = PaligemmaTokenizer(*([str(model)] if model.is_file() else []))
         fast = FASTTokenizer(*([str(folder)] if folder.is_dir() else []))
-        yield from _prompts(facts.get("prompts", []), text)
-        yield from _fast(facts.get("fast", []), text, fast)
+        for index, fact in enumerate(facts.get("prompts", [])):
+            yield from _prompt(f"prompt {index}", fact, text)
+        for index, fact in enumerate(facts.get("fast", [])):
+            yield from _fast(f"fast {index} ({fact['horizon']}×{fact['dim']})", fact, text, fast)
 
 
-def _masks_and_schedules(facts: dict[str, Any]) -> Iterator[Quantity]:
-    for name, case in facts.items():
-        if call := re.fullmatch(r"make_bool_mask\(([-\d, ]*)\)", name):
-            dims = [int(word) for word in call[1].split(",") if word.strip()]
-            yield equal(name, make_bool_mask(*dims), case)
-        elif name.startswith("lr/"):
-            schedule = CosineDecaySchedule(**case["args"])
-            rates = np.array([schedule(step) for step in case["steps"]])
-            # Relative to the largest rate: an absolute 1e-6 would not test rates of 1e-5.
-            expected = np.array(case["lr"])
-            largest = np.abs(expected).max()
-            yield close(f"{name} / largest", rates / largest, expected / largest, _RATE_TOLERANCE)
+def _aloha(case: str, arrays: _Arrays) -> Iterator[Quantity]:
+    _, adapt, kind = case.split("/")
+    adapt_to_pi = adapt == "adapt_True"
+    delta = [kind == "delta" and on for on in JOINTS]
+    to_model = compose([AlohaInputs(adapt_to_pi=adapt_to_pi), DeltaActions(delta)])
+    to_robot = compose([AbsoluteActions(delta), AlohaOutputs(adapt_to_pi=adapt_to_pi)])
+    state, actions = arrays["aloha/state"], arrays["aloha/actions"]
+    # The adapter needs an image; it does not change the values.
+    black = np.zeros((*state.shape[:-1], 2, 2, 3), np.uint8)
+    inputs = to_model({"images": {"cam_high": black}, "state": state, "actions": actions})
+    expected = {n: arrays[f"{case}/{n}"] for n in ("state", "model_actions", "robot_actions")}
+    back = to_robot({"state": expected["state"], "actions": expected["model_actions"]})
+    found = (inputs["state"], inputs["actions"], back["actions"])
+    for actual, (name, value) in zip(found, expected.items()):
+        yield close(f"{case}/{name}", actual, value, _TOLERANCE)
 
 
-def _aloha(arrays: _Arrays) -> Iterator[Quantity]:
-    for case in sorted({m[1] for name in arrays if (m := re.match(r"(aloha/adapt_.*)/", name))}):
-        _, adapt, kind = case.split("/")
-        adapt_to_pi = adapt == "adapt_True"
-        delta = [kind == "delta" and on for on in _ALOHA_DELTA]
-        to_model = compose([AlohaInputs(adapt_to_pi=adapt_to_pi), DeltaActions(delta)])
-        to_robot = compose([AbsoluteActions(delta), AlohaOutputs(adapt_to_pi=adapt_to_pi)])
-        state, actions = arrays["aloha/state"], arrays["aloha/actions"]
-        # The adapter needs an image; it does not change the values.
-        black = np.zeros((*state.shape[:-1], 2, 2, 3), np.uint8)
-        inputs = to_model({"images": {"cam_high": black}, "state": state, "actions": actions})
-        expected = {n: arrays[f"{case}/{n}"] for n in ("state", "model_actions", "robot_actions")}
-        back = to_robot({"state": expected["state"], "actions": expected["model_actions"]})
-        found = (inputs["state"], inputs["actions"], back["actions"])
-        for actual, (name, value) in zip(found, expected.items()):
-            yield close(f"{case}/{name}", actual, value, _TOLERANCE)
-
-
-def _normalization(arrays: _Arrays) -> Iterator[Quantity]:
-    if "norm/x" not in arrays:
-        return
-    stats = {"x": NormStats(*(arrays[f"norm/{part}"] for part in ("mean", "std", "q01", "q99")))}
-    for name in sorted(arrays):
-        if found := re.fullmatch(r"norm/(un)?normalized(_wide)?_quantile_(True|False)", name):
-            kind = Unnormalize if found[1] else Normalize
-            values = arrays["norm/wide_x" if found[2] else "norm/x"]
-            actual = kind(stats, found[3] == "True")({"x": values})["x"]
-            yield close(name, actual, arrays[name], _TOLERANCE)
-
-
-def _prompts(cases: list[dict[str, Any]], text: TextTokenizer) -> Iterator[Quantity]:
-    for index, case in enumerate(cases):
-        sample = {"prompt": case["prompt"], "state": np.array(case["state"])}
-        for family, state_in_prompt in (("pi0", False), ("pi05", True)):
-            expected = case[f"{family}_tokens"]
-            tokenize = TokenizePrompt(text, len(expected), discrete_state_input=state_in_prompt)
-            result = tokenize(sample)
-            name = f"prompt {index} {family}"
-            yield equal(f"{name} tokens", result["tokenized_prompt"], expected)
-            mask = np.array(case[f"{family}_mask"], bool)
-            yield equal(f"{name} mask", result["tokenized_prompt_mask"], mask)
+def _prompt(name: str, case: Mapping[str, Any], text: TextTokenizer) -> Iterator[Quantity]:
+    sample = {"prompt": case["prompt"], "state": np.array(case["state"])}
+    for family, state_in_prompt in (("pi0", False), ("pi05", True)):
+        expected, mask = case[f"{family}_tokens"], np.array(case[f"{family}_mask"], bool)
+        result = TokenizePrompt(text, len(expected), discrete_state_input=state_in_prompt)(sample)
+        yield equal(f"{name} {family} tokens", result["tokenized_prompt"], expected)
+        yield equal(f"{name} {family} mask", result["tokenized_prompt_mask"], mask)
 
 
 def _fast(
-    cases: list[dict[str, Any]], text: TextTokenizer, fast: FASTTokenizer
+    name: str, case: Mapping[str, Any], text: TextTokenizer, fast: FASTTokenizer
 ) -> Iterator[Quantity]:
-    for index, case in enumerate(cases):
-        name = f"fast {index} ({case['horizon']}×{case['dim']})"
-        actions, state = np.array(case["actions"]), np.array(case["state"])
-        codes = fast.encode(actions)
-        yield equal(f"{name} codes", codes, case["fast_tokens"])
-        decoded = fast.decode(case["fast_tokens"], case["horizon"], case["dim"])
-        yield close(f"{name} decoded", decoded, case["decoded"], _TOLERANCE)
-        prompt = FASTPrompt(text, fast, vocab_size=text.vocab_size, max_len=len(case["tokens"]))
-        task = case.get("prompt")
-        if task is None:  # the file holds it only as tokens
-            written = text.decode(case["tokens"])
-            found = re.match(r"Task: (.*?), State: ", written, re.DOTALL)
-            if found is None:
-                raise ValueError(f"{name}: no 'Task: …, State: …' in its tokens: {written[:60]!r}")
-            task = found[1]
-        sample = {"prompt": task, "state": state, "actions": actions}
-        result = TokenizeFASTInputs(prompt)(sample)
-        yield equal(f"{name} tokens", result["tokenized_prompt"], case["tokens"])
-        for key, part in (
-            ("tokenized_prompt_mask", "mask"),
-            ("token_ar_mask", "ar_mask"),
-            ("token_loss_mask", "loss_mask"),
-        ):
-            yield equal(f"{name} {part}", np.asarray(result[key], int), np.asarray(case[part], int))
-        generated = np.array(case["tokens"])[np.array(case["loss_mask"], bool)]
-        if generated.size == 0 or generated[-1] != text.eos_id:
-            continue  # the tokens, and with them the chunk, were truncated
-        extract = ExtractFASTActions(prompt, case["horizon"], case["dim"])
-        extracted = extract({"actions": generated})["actions"]
+    actions, chunk = np.array(case["actions"]), (case["horizon"], case["dim"])
+    yield equal(f"{name} codes", fast.encode(actions), case["fast_tokens"])
+    decoded = fast.decode(case["fast_tokens"], *chunk)
+    yield close(f"{name} decoded", decoded, case["decoded"], _TOLERANCE)
+    prompt = FASTPrompt(text, fast, vocab_size=text.vocab_size, max_len=len(case["tokens"]))
+    task = case.get("prompt")
+    if task is None:  # the file holds it only as tokens
+        written = text.decode(case["tokens"])
+        found = re.match(r"Task: (.*?), State: ", written, re.DOTALL)
+        if found is None:
+            raise ValueError(f"{name}: no 'Task: …, State: …' in its tokens: {written[:60]!r}")
+        task = found[1]
+    sample = {"prompt": task, "state": np.array(case["state"]), "actions": actions}
+    result = TokenizeFASTInputs(prompt)(sample)
+    keys = ("tokenized_prompt", "tokenized_prompt_mask", "token_ar_mask", "token_loss_mask")
+    for key, part in zip(keys, ("tokens", "mask", "ar_mask", "loss_mask")):
+        yield equal(f"{name} {part}", np.asarray(result[key], int), np.asarray(case[part], int))
+    generated = np.array(case["tokens"])[np.array(case["loss_mask"], bool)]
+    # Without an end, the tokens, and with them the chunk, were truncated.
+    if generated.size and generated[-1] == text.eos_id:
+        extracted = ExtractFASTActions(prompt, *chunk)({"actions": generated})["actions"]
         yield close(f"{name} extracted", extracted, case["decoded"], _TOLERANCE)
-
-
-_STATS_FILE = "norm_stats.json"
-
-
-def is_norm_stats(path: Path) -> bool:
-    return (path / _STATS_FILE).is_file()
 
 
 def replay_norm_stats(path: Path) -> Iterator[Quantity]:
     with tempfile.TemporaryDirectory() as folder:
-        write_norm_stats(Path(folder), read_norm_stats(path))
-        written = np.frombuffer((Path(folder) / _STATS_FILE).read_bytes(), np.uint8)
-    expected = np.frombuffer((path / _STATS_FILE).read_bytes(), np.uint8)
-    yield equal("bytes written back", written, expected)
+        written = write_norm_stats(folder, read_norm_stats(path)).read_bytes()
+    expected = np.frombuffer((path / FILE_NAME).read_bytes(), np.uint8)
+    yield equal("bytes written back", np.frombuffer(written, np.uint8), expected)
 
 
 _SUFFIX = "_expected_items.npz"
 _PAD = "_is_pad"
 
 
-def is_dataset(path: Path) -> bool:
-    """Whether the path is a data set, or the file of its expected items."""
-    return (_folder(path) / "meta" / "info.json").is_file()
+def dataset_folder(path: Path) -> Path:
+    """Return the folder of a data set, given it or the file of its expected items."""
+    return path.with_name(path.name.removesuffix(_SUFFIX))
 
 
 def replay_dataset(path: Path) -> Iterator[Quantity]:
     from piston.data.dataset import open_dataset
 
-    folder = _folder(path)
+    folder = dataset_folder(path)
     expected_file = folder.with_name(folder.name + _SUFFIX)
-    if expected_file.is_file():
-        expected = _read_expected(expected_file)
-        fields = {name.partition("/")[2]: value for name, value in expected.items()}
-        lengths = {f.removesuffix(_PAD): len(v) for f, v in fields.items() if f.endswith(_PAD)}
-        dataset = open_dataset(folder, sequences=lengths)
-        if beyond := [name for name in expected if int(name.partition("/")[0]) >= len(dataset)]:
-            raise ValueError(
-                f"{expected_file} holds {beyond[0]!r}, but {folder} has only {len(dataset)} frames."
-            )
-        yield from _items(dataset, expected)
-    else:
+    if not expected_file.is_file():
         yield from _seeking(open_dataset(folder))
+        return
+    expected = _read_expected(expected_file)
+    lengths = {f.removesuffix(_PAD): len(v) for (_, f), v in expected.items() if f.endswith(_PAD)}
+    dataset = open_dataset(folder, sequences=lengths)
+    if (last := max((index for index, _ in expected), default=0)) >= len(dataset):
+        raise ValueError(
+            f"{expected_file} holds item {last}, but {folder} has only {len(dataset)} frames."
+        )
+    items = {index: dataset[index] for index in sorted({index for index, _ in expected})}
+    for field in dict.fromkeys(field for _, field in expected):
+        camera = next((c for c in dataset.cameras if c == field or c.endswith(f".{field}")), None)
+        values = {index: value for (index, other), value in expected.items() if other == field}
+        name = f"{field} ({len(values)} items)"
+        if camera is None and field not in items[next(iter(values))]:
+            yield failed(name, f"items have no {field!r}")
+            continue
+        compared = []
+        for index, value in values.items():
+            actual = items[index][camera or field]
+            compared.append(equal(name, np.moveaxis(actual, -1, -3) if camera else actual, value))
+        different = next((one for one in compared if not np.isfinite(one.error)), compared[0])
+        wrong = sum(one.error for one in compared)
+        yield Quantity(name, wrong, 0.0, different.note)
 
 
-def _read_expected(path: Path) -> dict[str, np.ndarray]:
+def _read_expected(path: Path) -> dict[tuple[int, str], np.ndarray]:
+    """Return the values by index and field."""
     try:
-        with np.load(path) as stored:
-            expected = {name: stored[name] for name in stored.files}
+        stored = dict(np.load(path))
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
-    for name in expected:
+    expected = {}
+    for name, value in stored.items():
         index, _, field = name.partition("/")
         if not index.isdecimal() or not field:
             raise ValueError(f"{path} holds {name!r}; expected names are <index>/<field>.")
+        expected[int(index), field] = value
     return expected
-
-
-def _folder(path: Path) -> Path:
-    if path.name.endswith(_SUFFIX):
-        return path.with_name(path.name.removesuffix(_SUFFIX))
-    return path
-
-
-def _items(dataset: LeRobotDataset, expected: dict[str, np.ndarray]) -> Iterator[Quantity]:
-    by_field: dict[str, dict[int, np.ndarray]] = {}
-    for name, value in expected.items():
-        index, _, field = name.partition("/")
-        by_field.setdefault(field, {})[int(index)] = value
-    indices = sorted({index for values in by_field.values() for index in values})
-    items = {index: dataset[index] for index in indices}
-    for field, values in by_field.items():
-        yield _compare(dataset, field, items, values)
-
-
-def _compare(
-    dataset: LeRobotDataset,
-    field: str,
-    items: dict[int, dict[str, Any]],
-    expected: dict[int, np.ndarray],
-) -> Quantity:
-    camera = next((c for c in dataset.cameras if c == field or c.endswith(f".{field}")), None)
-    name = f"{field} ({len(expected)} items)"
-    if camera is None and field not in items[next(iter(expected))]:
-        return failed(name, f"items have no {field!r}")
-    wrong = 0.0
-    for index, value in expected.items():
-        actual = items[index][camera or field]
-        quantity = equal(name, np.moveaxis(actual, -1, -3) if camera else actual, value)
-        if not np.isfinite(quantity.error):
-            return quantity
-        wrong += quantity.error
-    return Quantity(name, wrong, 0.0, "entries that differ")
 
 
 def _seeking(dataset: LeRobotDataset) -> Iterator[Quantity]:

@@ -35,10 +35,6 @@ _END = 1
 _Arrays = Mapping[str, np.ndarray]
 
 
-def is_model(path: Path) -> bool:
-    return (path / "case.npz").is_file() and (path / "config.json").is_file()
-
-
 def replay_model(path: Path) -> Iterator[Quantity]:
     facts = json.loads((path / "config.json").read_text())
     arrays = dict(np.load(path / "case.npz"))
@@ -48,27 +44,21 @@ def replay_model(path: Path) -> Iterator[Quantity]:
     if not present:
         yield failed("weights", f"neither {' nor '.join(_SOURCES.values())} is there")
     for source, name in present.items():
-        for quantity in _replay_source(path, path / name, facts, arrays):
+        for quantity in _replay_source(path / name, facts, arrays):
             yield dataclasses.replace(quantity, name=f"{source} {quantity.name}")
 
 
-def _replay_source(
-    case: Path, tensors: Path, facts: Mapping[str, Any], arrays: _Arrays
-) -> Iterator[Quantity]:
+def _replay_source(tensors: Path, facts: Mapping[str, Any], arrays: _Arrays) -> Iterator[Quantity]:
     # The sizes are those of the case's config.json, which open_checkpoint reads.
     config = dataclasses.replace(weights.open_checkpoint(tensors).config, dtype="float32")
-
-    def load() -> Model:
-        return weights.load_model(tensors, config, dtype=torch.float32)
-
-    model = load()
+    model = weights.load_model(tensors, config, dtype=torch.float32)
     if not config.denoises:
         yield from _autoregressive(model, arrays)
         return
     yield from _flow(cast(Pi0, model), facts["num_steps"], arrays)
-    if (case / "training.json").is_file():
-        steps = json.loads((case / "training.json").read_text())
-        yield from _training(load(), steps, arrays)
+    training = tensors.with_name("training.json")
+    if training.is_file():  # the comparisons above change no weights
+        yield from _training(model, json.loads(training.read_text()), arrays)
 
 
 def observation_of(arrays: _Arrays, prompt: str = "in") -> Observation:
@@ -82,6 +72,10 @@ def observation_of(arrays: _Arrays, prompt: str = "in") -> Observation:
             case [place, key] if place == prompt and key.startswith("token"):
                 batch[key] = value
     return Observation.from_dict(batch)
+
+
+def _inputs(arrays: _Arrays) -> Iterator[Tensor]:
+    return (torch.from_numpy(arrays[f"in/{name}"]) for name in ("actions", "noise", "time"))
 
 
 def _autoregressive(model: Model, arrays: _Arrays) -> Iterator[Quantity]:
@@ -101,20 +95,17 @@ def _autoregressive(model: Model, arrays: _Arrays) -> Iterator[Quantity]:
 @torch.no_grad()
 def _flow(model: Pi0, num_steps: int, arrays: _Arrays) -> Iterator[Quantity]:
     observation = observation_of(arrays)
-    actions, noise, time = (
-        torch.from_numpy(arrays[f"in/{n}"]) for n in ("actions", "noise", "time")
-    )
+    actions, noise, time = _inputs(arrays)
     yield from _layout(model, observation, arrays)
     cache = model.prefill(observation)
     t = time[:, None, None]
     noisy = t * noise + (1 - t) * actions
-    results = {
-        "suffix_out": model.suffix_output(noisy, time, cache),
-        "velocity": model.velocity(noisy, time, cache),
-        "sampled_actions": model.act(observation, noise, num_steps=num_steps),
-    }
-    for name, result in results.items():
-        yield close(name, result, arrays[f"out/{name}"], _ABSOLUTE)
+    suffix_out = model.suffix_output(noisy, time, cache)
+    yield close("suffix_out", suffix_out, arrays["out/suffix_out"], _ABSOLUTE)
+    velocity = model.velocity(noisy, time, cache)
+    yield close("velocity", velocity, arrays["out/velocity"], _ABSOLUTE)
+    sampled = model.act(observation, noise, num_steps=num_steps)
+    yield close("sampled_actions", sampled, arrays["out/sampled_actions"], _ABSOLUTE)
     loss = _losses(model, arrays)
     yield close("loss", loss, arrays["out/loss"], _RELATIVE, relative=True)
 
@@ -137,9 +128,7 @@ def _layout(model: Pi0, observation: Observation, arrays: _Arrays) -> Iterator[Q
 
 def _losses(model: Model, arrays: _Arrays) -> Float[Tensor, "b h"]:
     """Return the loss of each step of the case's chunks, with the case's noise and time."""
-    actions, noise, time = (
-        torch.from_numpy(arrays[f"in/{n}"]) for n in ("actions", "noise", "time")
-    )
+    actions, noise, time = _inputs(arrays)
     draws = {"noise": noise[:, None], "time": time[:, None]}
     return model.training_losses(observation_of(arrays), actions, draws)["velocity"].mean(-1)
 
