@@ -9,7 +9,7 @@ pytest.importorskip("gym_aloha", reason="needs the extra `sim`")
 from gym_aloha.constants import START_ARM_POSE
 
 from piston.sim.aloha import _physics
-from piston.sim.aloha_experts import LEFT, RIGHT, Grasp, joints_for
+from piston.sim.aloha_experts import LEFT, RIGHT, joints_for
 
 MODEL = "bimanual_viperx_transfer_cube.xml"
 TIP = 0.135  # finger tips, along the gripper's x axis
@@ -37,7 +37,7 @@ def _tip_and_axes(side: str, joints: np.ndarray) -> tuple[np.ndarray, np.ndarray
 )
 def test_the_gripper_is_where_it_was_asked_to_be(side, x, y, z, yaw, pitch, roll):
     arm = LEFT if side == "left" else RIGHT
-    joints = joints_for(arm, Grasp((x, y, z), yaw, pitch, roll))
+    joints = joints_for(arm, (x, y, z), yaw, pitch, roll)
     tip, axes = _tip_and_axes(side, joints)
     np.testing.assert_allclose(tip, (x, y, z), atol=1e-5)
     # Straight down the gripper's axis, as seen from the arm.
@@ -49,10 +49,10 @@ def test_the_gripper_is_where_it_was_asked_to_be(side, x, y, z, yaw, pitch, roll
 
 def test_the_pose_at_rest_is_found_again():
     tip, _ = _tip_and_axes("left", np.array(START_ARM_POSE[:6]))
-    joints = joints_for(LEFT, Grasp(tuple(tip), pitch=-0.1))
+    joints = joints_for(LEFT, tuple(tip), pitch=-0.1)
     np.testing.assert_allclose(joints, START_ARM_POSE[:6], atol=1e-4)
 
 
 def test_out_of_reach_is_said():
     with pytest.raises(ValueError, match="out of reach"):
-        joints_for(LEFT, Grasp((0.4, 0.5, 0.2)))
+        joints_for(LEFT, (0.4, 0.5, 0.2))

@@ -135,10 +135,9 @@ def _convert(
         f"Wrote {conversion.target}: {conversion.num_episodes} episodes, "
         f"{conversion.num_frames:,} frames."
     )
-    for what, why in conversion.skipped.items():
+    empty = dict.fromkeys(conversion.ignored, "declared, but without any data")
+    for what, why in {**conversion.skipped, **empty}.items():
         screen.print(f"[yellow]left out[/yellow] {what}: {why}")
-    for feature in conversion.ignored:
-        screen.print(f"[yellow]left out[/yellow] {feature}: declared, but without any data")
     if conversion.num_encoded:
         screen.print(f"{conversion.num_encoded} videos had to be encoded anew.")
     if conversion.num_retimed:

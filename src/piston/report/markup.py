@@ -173,16 +173,19 @@ def plot(
         low, high = low - 0.04 * (high - low), high + 0.04 * (high - low)
     elif high == low:
         low, high = low - math.log10(2), high + math.log10(2)
+
+    def across(values: Any) -> Any:
+        return left + (values - first) / (last - first) * (right - left)
+
+    def up(values: Any) -> Any:
+        return bottom + (values - low) / (high - low) * (top - bottom)
+
     columns = ticks(first, last, num_ticks[0])
     rows = log_ticks(10**low, 10**high) if log else ticks(low, high, num_ticks[1])
     rule = f'<path d="M{left:.1f} {{0:.1f}}L{right:.1f} {{0:.1f}}" class="{{1}}"/>'
-    parts = [
-        _text(left + (tick - first) / (last - first) * (right - left), bottom + 14, text)
-        for tick, text in zip(columns, _formatted(columns))
-    ]
+    parts = [_text(across(x), bottom + 14, text) for x, text in zip(columns, _formatted(columns))]
     for tick, text in zip(rows, _formatted(rows)):
-        share = ((math.log10(tick) if log else tick) - low) / (high - low)
-        y = bottom + share * (top - bottom)
+        y = up(math.log10(tick) if log else tick)
         parts += [Markup(rule.format(y, "grid")), _text(left - 6, y + 3.5, text, "end")]
     parts.append(Markup(rule.format(bottom, "axis")))
     if x_label:
@@ -190,16 +193,15 @@ def plot(
     if y_label:
         parts.append(_text(left, top - 9, y_label, "start"))
     for line, y in zip(lines, scaled):
-        x_places = left + (line.x - first) / (last - first) * (right - left)
-        y_places = bottom + (y - low) / (high - low) * (top - bottom)
-        parts.append(_curve(line, x_places, y_places, markers and len(y) <= _MAX_MARKERS))
+        marked = markers and len(y) <= _MAX_MARKERS
+        parts.append(_curve(line, across(line.x), up(y), markers=marked))
     drawing = tag("svg", *parts, viewBox=f"0 0 {width:g} {height:g}", role="img")
     named = {line.name: line.look for line in lines if line.name}
     entries = [(look, name) for name, look in named.items()]
     return join([legend(entries) if len(named) > 1 else None, drawing])
 
 
-def _curve(line: Line, x_places: np.ndarray, y_places: np.ndarray, markers: bool) -> Markup:
+def _curve(line: Line, x_places: np.ndarray, y_places: np.ndarray, *, markers: bool) -> Markup:
     """Return one path, interrupted where a value is missing, and its markers."""
     commands, dots, command = [], [], "M"
     for x, y, x_place, y_place in zip(line.x, line.y, x_places, y_places):

@@ -63,10 +63,10 @@ def write_report(
 
 def _attempt(make: Callable[..., T], *arguments: Any) -> T | Missing:
     """Call `make`; return the Missing that it raises, or the first one among its arguments."""
+    for argument in arguments:
+        if isinstance(argument, Missing):
+            return argument
     try:
-        for argument in arguments:
-            if isinstance(argument, Missing):
-                raise argument
         return make(*arguments)
     except Missing as missing:
         return missing

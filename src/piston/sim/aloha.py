@@ -19,7 +19,6 @@ import numpy as np
 from jaxtyping import Float
 from PIL import Image
 
-from piston.sim.environment import Observation
 from piston.sim.rendering import MujocoEnvironment, View, World
 
 import dm_control.mujoco  # isort: skip  (after rendering, which chooses OpenGL)
@@ -36,7 +35,6 @@ DIM = len(JOINTS)
 MAX_STEPS = 300  # as gym-aloha registers its environments
 MAX_REWARD = 4
 
-_CAMERA = "cam_high"
 # The vertical field of view of gym-aloha's top camera is 78°. Its centre half as an angle:
 _TOP = View("top", float(np.degrees(2 * np.arctan(np.tan(np.radians(78 / 2)) / 2))))
 
@@ -85,7 +83,7 @@ class _Aloha(MujocoEnvironment):
     action_dim = state_dim = DIM
     control_hz = 1 / DT
     max_steps = MAX_STEPS
-    cameras = {_CAMERA: "observation.images.top"}  # noqa: RUF012
+    cameras = {"cam_high": "observation.images.top"}  # noqa: RUF012
     action_names = state_names = tuple(JOINTS)
     overview = View("angle")
     # dm_control's handle on the simulation.
@@ -102,11 +100,6 @@ class _Aloha(MujocoEnvironment):
         poses = self.task.poses(self.seed).reshape(-1, 7).tolist()
         return {"seed": self.seed, "objects": dict(zip(self.task.objects, poses, strict=True))}
 
-    def observe(self) -> Observation:
-        image, state = self._sense()
-        state = np.asarray(state, np.float32)
-        return {"images": {_CAMERA: image}, "state": state, "prompt": self.prompt}
-
     def _step(self, action: Float[np.ndarray, " 14"]) -> tuple[float, bool, bool]:
         try:
             return self._advance(action)
@@ -117,10 +110,6 @@ class _Aloha(MujocoEnvironment):
 
     def _current(self) -> World:
         return World(self.task.model_file, self._physics.model.ptr, self._physics.data.ptr)
-
-    @abc.abstractmethod
-    def _sense(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the image of the camera and the state."""
 
     @abc.abstractmethod
     def _advance(self, action: Float[np.ndarray, " 14"]) -> tuple[float, bool, bool]:

@@ -14,14 +14,16 @@ z up.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 
 from piston.sim.environment import Demonstration, Environment, Expert
+
+Position = tuple[float, float, float]
 
 # -- inverse kinematics
 
@@ -39,15 +41,14 @@ _UPPER_LEAN = float(np.arctan2(*_UPPER_ARM))
 _ALIGNED = 1e-6
 
 
-@dataclasses.dataclass(frozen=True)
-class Arm:
+class Arm(NamedTuple):
     """The base of one arm and its orientation in the room."""
 
     base: tuple[float, float]
     # +1 if the arm's x axis is the room's, −1 if the arm faces the other way.
     facing: int
 
-    def local(self, position: Float[np.ndarray, " 3"]) -> Float[np.ndarray, " 3"]:
+    def local(self, position: Position) -> Float[np.ndarray, " 3"]:
         """Transform a point of the room to the arm's frame."""
         x, y, z = position
         return np.array([self.facing * (x - self.base[0]), self.facing * (y - self.base[1]), z])
@@ -57,42 +58,32 @@ LEFT = Arm(base=(-0.469, 0.5), facing=1)
 RIGHT = Arm(base=(0.469, 0.5), facing=-1)
 
 
-@dataclasses.dataclass(frozen=True)
-class Grasp:
-    """Where the finger tips are, in the room; how the gripper points, in the arm's frame, radians.
-
-    At angles 0 the gripper points straight ahead and its fingers open sideways. `pitch` tips it
-    down, `yaw` turns it to the left, `roll` turns the fingers about the gripper's own axis.
-    """
-
-    position: tuple[float, float, float]
-    yaw: float = 0.0
-    pitch: float = 0.0
-    roll: float = 0.0
-
-
-def joints_for(arm: Arm, grasp: Grasp) -> Float[np.ndarray, " 6"]:
+def joints_for(
+    arm: Arm, position: Position, yaw: float = 0.0, pitch: float = 0.0, roll: float = 0.0
+) -> Float[np.ndarray, " 6"]:
     """Return waist, shoulder, elbow, forearm roll, wrist angle and wrist rotate.
 
-    Raise ValueError if the grasp is out of reach.
+    `position` is where the finger tips are, in the room. The angles are in the arm's frame: at 0
+    the gripper points straight ahead and its fingers open sideways; `pitch` tips it down, `yaw`
+    turns it to the left, `roll` turns the fingers about the gripper's own axis. Raise ValueError
+    if the position is out of reach.
     """
-    rotation = _about(2, grasp.yaw) @ _about(1, grasp.pitch) @ _about(0, grasp.roll)
-    gripper = _WRIST_TO_GRIPPER + _GRIPPER_TO_GRASP
-    wrist = arm.local(np.array(grasp.position)) - gripper * rotation[:, 0]
+    rotation = _about(2, yaw) @ _about(1, pitch) @ _about(0, roll)
+    wrist = arm.local(position) - (_WRIST_TO_GRIPPER + _GRIPPER_TO_GRASP) * rotation[:, 0]
     waist = np.arctan2(wrist[1], wrist[0])
-    shoulder, elbow = _reach(float(np.hypot(*wrist[:2])), wrist[2] - _SHOULDER_HEIGHT, grasp)
+    shoulder, elbow = _reach(float(np.hypot(*wrist[:2])), wrist[2] - _SHOULDER_HEIGHT)
     forearm = _about(2, waist) @ _about(1, shoulder + elbow)
     return np.array([waist, shoulder, elbow, *_turn_wrist(forearm.T @ rotation)])
 
 
-def _reach(forwards: float, up: float, grasp: Grasp) -> tuple[float, float]:
+def _reach(forwards: float, up: float) -> tuple[float, float]:
     """Return shoulder and elbow for this wrist position, with the elbow up."""
     distance = np.hypot(forwards, up)
     cosine = (_UPPER_LENGTH**2 + distance**2 - _FOREARM**2) / (2 * _UPPER_LENGTH * distance)
     if abs(cosine) > 1:
         raise ValueError(
-            f"{grasp} is out of reach: the wrist would be {distance:.3f} m from the shoulder, the "
-            f"arm spans {_UPPER_LENGTH - _FOREARM:.3f} to {_UPPER_LENGTH + _FOREARM:.3f} m."
+            f"The grasp is out of reach: the wrist would be {distance:.3f} m from the shoulder, "
+            f"the arm spans {_UPPER_LENGTH - _FOREARM:.3f} to {_UPPER_LENGTH + _FOREARM:.3f} m."
         )
     # Of the upper arm, from the vertical; of the forearm, below the horizontal.
     lean = np.pi / 2 - np.arctan2(up, forwards) - np.arccos(cosine)
@@ -126,14 +117,13 @@ def _about(axis: int, angle: float) -> Float[np.ndarray, "3 3"]:
 
 # -- plans
 
-# Six joints and a gripper, at a step.
-Waypoint = tuple[int, Float[np.ndarray, " 7"]]
+# From a step on: where the finger tips are, whether the gripper is open, and its angles.
+Row = tuple[int, Position, float, Mapping[str, float]]
 Plan = Float[np.ndarray, "t 14"]
 Poses = dict[str, Sequence[float]]
 
 OPEN, CLOSED = 1.0, 0.0
 _REST = np.array([0.0, -0.96, 1.16, 0.0, -0.3, 0.0, CLOSED])
-
 _NUM_STEPS = 230
 
 # Height of the finger tips while they hold something; lower, they would touch the table.
@@ -161,77 +151,66 @@ class ScriptedAloha(Expert):
 def plan_transfer(poses: Poses) -> Plan:
     """The right arm lifts the cube to the middle, the left one takes it there from the side."""
     x, y, _ = poses["cube"][:3]
+    above, cube = (x, y, _ABOVE), (x, y, _CUBE_HEIGHT)
     # Aligned with the cube would twist the forearm most; along the arm would grip its edges.
-    ahead, aside, _ = RIGHT.local(np.array([x, y, 0.0]))
+    ahead, aside, _ = RIGHT.local(cube)
     pick = {"yaw": float(np.arctan2(aside, ahead)) / 2, "pitch": np.radians(72)}
-    give = {"pitch": np.radians(64)}
-    take = {"roll": np.pi / 2}  # fingers above and below, where the right arm's are not
-    right = [
-        (0, _REST),
-        _at(34, RIGHT, (x, y, _ABOVE), OPEN, **pick),
-        _at(58, RIGHT, (x, y, _CUBE_HEIGHT), OPEN, **pick),
-        _at(66, RIGHT, (x, y, _CUBE_HEIGHT), CLOSED, **pick),
-        _at(74, RIGHT, (x, y, _CUBE_HEIGHT), CLOSED, **pick),
-        _at(120, RIGHT, (0, 0.5, 0.28), CLOSED, **give),
-        _at(172, RIGHT, (0, 0.5, 0.28), CLOSED, **give),
-        _at(180, RIGHT, (0, 0.5, 0.28), OPEN, **give),
-        _at(184, RIGHT, (0, 0.5, 0.28), OPEN, **give),
-        _at(208, RIGHT, (0.1, 0.5, 0.36), OPEN, **give),
+    middle, give = (0, 0.5, 0.28), {"pitch": np.radians(64)}
+    right: list[Row] = [
+        (34, above, OPEN, pick),
+        (58, cube, OPEN, pick),
+        (66, cube, CLOSED, pick),
+        (74, cube, CLOSED, pick),
+        (120, middle, CLOSED, give),
+        (172, middle, CLOSED, give),
+        (180, middle, OPEN, give),
+        (184, middle, OPEN, give),
+        (208, (0.1, 0.5, 0.36), OPEN, give),
     ]
-    left = [
-        (0, _REST),
-        (50, _REST),
-        _at(112, LEFT, (-0.12, 0.5, 0.28), OPEN, **take),
-        _at(124, LEFT, (-0.12, 0.5, 0.28), OPEN, **take),
-        _at(146, LEFT, (0.012, 0.5, 0.28), OPEN, **take),
-        _at(154, LEFT, (0.012, 0.5, 0.28), CLOSED, **take),
-        _at(184, LEFT, (0.012, 0.5, 0.28), CLOSED, **take),
-        _at(212, LEFT, (-0.06, 0.5, 0.28), CLOSED, **take),
+    # Fingers above and below, where the right arm's are not.
+    beside, taken, take = (-0.12, 0.5, 0.28), (0.012, 0.5, 0.28), {"roll": np.pi / 2}
+    left: list[Row] = [
+        (112, beside, OPEN, take),
+        (124, beside, OPEN, take),
+        (146, taken, OPEN, take),
+        (154, taken, CLOSED, take),
+        (184, taken, CLOSED, take),
+        (212, (-0.06, 0.5, 0.28), CLOSED, take),
     ]
-    return np.concatenate([_move(left), _move(right)], axis=1)
+    return np.concatenate([_move(LEFT, left, start=50), _move(RIGHT, right)], axis=1)
 
 
 def plan_insertion(poses: Poses) -> Plan:
     """Both arms lift what lies before them to the middle; the peg is pushed into the socket."""
     # The centres are 0.1 m apart when the peg meets the pin in the socket. The peg sags a little.
-    socket = _bring(LEFT, poses["socket"], _SOCKET_HEIGHT, (-0.08, 0.5, 0.2), (-0.05, 0.5, 0.2))
-    peg = _bring(RIGHT, poses["peg"], _PEG_HEIGHT, (0.11, 0.5, 0.203), (0.03, 0.5, 0.203))
-    return np.concatenate([_move(socket), _move(peg)], axis=1)
+    socket = _bring(poses["socket"], _SOCKET_HEIGHT, (-0.08, 0.5, 0.2), (-0.05, 0.5, 0.2))
+    peg = _bring(poses["peg"], _PEG_HEIGHT, (0.11, 0.5, 0.203), (0.03, 0.5, 0.203))
+    return np.concatenate([_move(LEFT, socket), _move(RIGHT, peg)], axis=1)
 
 
-def _bring(
-    arm: Arm,
-    pose: Sequence[float],
-    height: float,
-    before: tuple[float, float, float],
-    final: tuple[float, float, float],
-) -> list[Waypoint]:
+def _bring(pose: Sequence[float], height: float, before: Position, final: Position) -> list[Row]:
     """Pick up what lies along the arm, bring it in front of the other part, push."""
     x, y, _ = pose[:3]
-    pitch = np.radians(72)
+    down = {"pitch": np.radians(72)}
     return [
-        (0, _REST),
-        _at(38, arm, (x, y, _ABOVE), OPEN, pitch=pitch),
-        _at(62, arm, (x, y, height), OPEN, pitch=pitch),
-        _at(66, arm, (x, y, height), CLOSED, pitch=pitch),
-        _at(86, arm, (x, y, height), CLOSED, pitch=pitch),  # the fingers are slow
-        _at(136, arm, before, CLOSED, pitch=pitch),
-        _at(146, arm, before, CLOSED, pitch=pitch),
-        _at(196, arm, final, CLOSED, pitch=pitch),
+        (38, (x, y, _ABOVE), OPEN, down),
+        (62, (x, y, height), OPEN, down),
+        (66, (x, y, height), CLOSED, down),
+        (86, (x, y, height), CLOSED, down),  # the fingers are slow
+        (136, before, CLOSED, down),
+        (146, before, CLOSED, down),
+        (196, final, CLOSED, down),
     ]
 
 
-def _at(
-    step: int, arm: Arm, position: tuple[float, float, float], gripper: float, **angles: float
-) -> Waypoint:
-    return step, np.append(joints_for(arm, Grasp(position, **angles)), gripper)
-
-
-def _move(waypoints: Sequence[Waypoint]) -> Float[np.ndarray, "t 7"]:
-    """Return joint targets for every step: minimum-jerk motion between waypoints."""
-    targets = np.empty((_NUM_STEPS, 7))
-    for (begin, start), (end, goal) in itertools.pairwise(waypoints):
+def _move(arm: Arm, rows: Sequence[Row], start: int = 0) -> Float[np.ndarray, "t 7"]:
+    """Return joint targets for every step: at rest until `start`, then minimum-jerk motion."""
+    waypoints = [(start, _REST)]
+    for step, position, gripper, angles in rows:
+        waypoints.append((step, np.append(joints_for(arm, position, **angles), gripper)))
+    targets = np.tile(_REST, (_NUM_STEPS, 1))
+    for (begin, before), (end, goal) in itertools.pairwise(waypoints):
         way = np.arange(1, end - begin + 1)[:, None] / (end - begin)
-        targets[begin:end] = start + way**3 * (10 - 15 * way + 6 * way**2) * (goal - start)
+        targets[begin:end] = before + way**3 * (10 - 15 * way + 6 * way**2) * (goal - before)
     targets[waypoints[-1][0] :] = waypoints[-1][1]
     return targets

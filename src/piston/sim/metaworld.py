@@ -13,13 +13,7 @@ import numpy as np
 from gymnasium.spaces import Box
 from jaxtyping import Float, UInt8
 
-from piston.sim.environment import (
-    RECORDING_SEEDS,
-    Demonstration,
-    Environment,
-    Expert,
-    Observation,
-)
+from piston.sim.environment import RECORDING_SEEDS, Demonstration, Environment, Expert
 from piston.sim.metaworld_tasks import ACTION_REPEAT, MetaworldTask
 from piston.sim.rendering import MujocoEnvironment, View, World
 
@@ -82,13 +76,9 @@ class MetaworldEnvironment(MujocoEnvironment):
         self._sensed = np.zeros(0)
         self._choose(tasks[0])
 
-    def observe(self) -> Observation:
-        return {
-            "images": {_CAMERA: self.render(self.pixels, self.pixels)},
-            # Hand and gripper only: objects are visible in the image alone.
-            "state": self.full_observation[:4].astype(np.float32),
-            "prompt": self.prompt,
-        }
+    def _sense(self) -> tuple[np.ndarray, np.ndarray]:
+        # Hand and gripper only: objects are visible in the image alone.
+        return self.render(self.pixels, self.pixels), self.full_observation[:4]
 
     @property
     def full_observation(self) -> Float[np.ndarray, " 39"]:

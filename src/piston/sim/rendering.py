@@ -29,7 +29,7 @@ import numpy as np
 from jaxtyping import Bool, Float, UInt8
 from PIL import Image
 
-from piston.sim.environment import Environment
+from piston.sim.environment import Environment, Observation
 
 VARIABLE = "MUJOCO_GL"
 
@@ -140,7 +140,7 @@ class World(NamedTuple):
 
 
 class MujocoEnvironment(Environment):
-    """An environment that can be rendered. Subclasses say which world it is."""
+    """An environment with one camera. Subclasses say which world it is."""
 
     # What `render` shows by default.
     overview: ClassVar[View]
@@ -148,6 +148,16 @@ class MujocoEnvironment(Environment):
     @abc.abstractmethod
     def _current(self) -> World:
         """Return the world as it is now."""
+
+    @abc.abstractmethod
+    def _sense(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the image of the robot's camera and the robot's state."""
+
+    def observe(self) -> Observation:
+        image, state = self._sense()
+        (camera,) = self.cameras
+        state = np.asarray(state, np.float32)
+        return {"images": {camera: image}, "state": state, "prompt": self.prompt}
 
     def render(
         self, height: int = 480, width: int = 640, camera: str | None = None
