@@ -51,8 +51,8 @@ def test_a_time_without_a_frame_is_an_error(video, time):
 def test_the_tolerance_decides(video):
     reader = VideoReader(video[0])
     with pytest.raises(VideoError):
-        reader.frames_at([0.302], tolerance=1e-3)
-    np.testing.assert_array_equal(reader.frames_at([0.302], tolerance=3e-3)[0], video[2][3])
+        reader.frames_at([0.3002])
+    np.testing.assert_array_equal(reader.frames_at([0.30005])[0], video[2][3])
 
 
 def test_a_damaged_frame_is_an_error_and_the_others_are_not_lost(tmp_path):
@@ -88,21 +88,20 @@ def test_what_is_no_video_is_an_error(tmp_path, content):
         VideoReader(path)
 
 
-def test_readers_are_kept_up_to_a_number(tmp_path):
+def test_readers_are_kept_up_to_a_number(tmp_path, monkeypatch):
     paths = [tmp_path / f"{number}.mp4" for number in range(3)]
     for number, path in enumerate(paths):
         write_video(path, [picture(number)] * 3)
-    readers = VideoReaders(capacity=2)
+    monkeypatch.setattr("piston.data.video.MAX_READERS", 2)
+    readers = VideoReaders()
     for path in (*paths, paths[2], paths[1]):
         readers.frames_at(path, [0.1])
-    assert [reader.path for reader in readers._idle] == [paths[2], paths[1]]
+    assert [reader.path for reader in readers._own()[1]] == [paths[2], paths[1]]
     with pytest.raises(VideoError):
         readers.frames_at(paths[1], [5.0])  # a reader in an unknown state is not kept
-    assert [reader.path for reader in readers._idle] == [paths[2]]
+    assert [reader.path for reader in readers._own()[1]] == [paths[2]]
     readers.close()
-    assert readers._idle == []
-    with pytest.raises(ValueError, match="capacity is 0"):
-        VideoReaders(capacity=0)
+    assert readers._own()[1] == []
 
 
 def test_threads_on_one_file_do_not_disturb_each_other(video):
@@ -139,10 +138,10 @@ def test_a_forked_process_opens_its_own(video):
 
 
 def test_readers_are_pickled_without_open_files(video):
-    readers = VideoReaders(capacity=5)
+    readers = VideoReaders()
     readers.frames_at(video[0], [0.0])
     copy = pickle.loads(pickle.dumps(readers))
-    assert (copy.capacity, copy._idle) == (5, [])
+    assert copy._own()[1] == []
 
 
 def test_the_header_counts_the_frames(video):

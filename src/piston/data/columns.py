@@ -28,6 +28,7 @@ from piston.data.format import DERIVED, Episode, EpisodeError, Metadata
 Columns = dict[str, np.ndarray]  # of one episode or of many, by key
 
 _THREADS = 8  # reading small files is mostly waiting
+_MAX_BYTES = 256 * 2**20  # of row groups of images that are kept
 # Pillow converts these to RGB without changing the range of values.
 _IMAGE_MODES = ("RGB", "RGBA", "L", "P", "1")
 
@@ -201,13 +202,11 @@ def _derive(metadata: Metadata, episodes: Sequence[Episode]) -> Columns:
 class ImageRows:
     """Images stored in the rows of data files, as bytes or as the name of a file.
 
-    Parquet cannot read a single row, so the row groups used last are kept, up to a number of bytes.
-    Safe for threads.
+    Parquet cannot read a single row, so the row groups used last are kept. Safe for threads.
     """
 
-    def __init__(self, root: Path, max_bytes: int = 256 * 2**20) -> None:
-        self._root, self._max_bytes = root, max_bytes
-        self._lock = threading.Lock()
+    def __init__(self, root: Path) -> None:
+        self._root, self._lock = root, threading.Lock()
         # By file: its footer, and the first row of each row group.
         self._footers: dict[str, tuple[pq.FileMetaData, np.ndarray]] = {}
         # By file, column and number; the most recently used last.
@@ -236,13 +235,13 @@ class ImageRows:
                 column = file.read_row_group(group, columns=[key], use_threads=False)[key]
         with self._lock:
             self._groups[path, key, group] = column
-            surplus = sum(one.nbytes for one in self._groups.values()) - self._max_bytes
+            surplus = sum(one.nbytes for one in self._groups.values()) - _MAX_BYTES
             while surplus > 0 and len(self._groups) > 1:
                 surplus -= self._groups.pop(next(iter(self._groups))).nbytes
         return column
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ImageRows, (self._root, self._max_bytes)
+        return ImageRows, (self._root,)
 
 
 def image_bytes(cell: Any, root: Path) -> bytes:

@@ -34,7 +34,6 @@ from jaxtyping import UInt8
 from piston.data.check import bad_rows, inspect_files, left_out
 from piston.data.columns import decode_image, image_bytes
 from piston.data.dataset import LeRobotDataset
-from piston.data.encoding import VideoEncoding, encode_video, probe_video
 from piston.data.features import (
     BOOKKEEPING,
     IMAGE_DTYPES,
@@ -48,8 +47,8 @@ from piston.data.features import (
     sampled_frames,
 )
 from piston.data.format import Episode, Metadata
-from piston.data.recorder import Recorder
-from piston.data.video import TOLERANCE_S
+from piston.data.recorder import Recorder, VideoEncoding, encode_video
+from piston.data.video import TOLERANCE_S, probe_video
 from piston.data.writer import RECORDING, DatasetWriter, NewEpisode, new_info
 from piston.files import atomic_folder, link_or_copy, read_json_lines
 from piston.progress import Progress, no_progress

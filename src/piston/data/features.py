@@ -119,14 +119,14 @@ def _check_value(key: str, value: Any, entry: Mapping[str, Any]) -> np.ndarray:
         if not np.can_cast(array.dtype, dtype, casting="same_kind"):
             raise FrameError(f"{key!r}: found {value!r}, expected a {dtype} number")
         array = array.astype(dtype).reshape(1)
-    what = f"{key!r}: {'image ' * is_image}"
-    if array.dtype != dtype:
-        advice = "Images hold 0..255" if is_image else f"Convert it: .astype(np.{dtype.name})"
-        raise FrameError(f"{what}dtype is {array.dtype}, declared {dtype}. {advice}")
-    if array.shape != shape:
-        turned = is_image and array.ndim == 3 and (*array.shape[1:], array.shape[0]) == shape
-        advice = ". Channels go last: transpose(1, 2, 0)" if turned else ""
-        raise FrameError(f"{what}shape is {array.shape}, declared {shape}{advice}")
+    if (array.dtype, array.shape) != (dtype, shape):
+        advice = f"Convert it: .astype(np.{dtype.name})" if array.dtype != dtype else ""
+        if is_image:
+            advice = "Images hold 0..255, channels last: transpose(1, 2, 0) if they come first"
+        raise FrameError(
+            f"{key!r}: found {array.dtype}{list(array.shape)}, declared {dtype}{list(shape)}. "
+            f"{advice}".rstrip()
+        )
     if dtype.kind == "f" and not np.isfinite(array).all():
         bad = np.flatnonzero(~np.isfinite(array)).tolist()
         raise FrameError(f"{key!r}: NaN or infinite at position {bad} (of the flattened value)")

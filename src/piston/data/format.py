@@ -228,7 +228,16 @@ class _MetaReader:
         self.problems: list[Problem] = []
         self.info = read_info(root)
         self.features = {name: _feature(name, one) for name, one in self.info["features"].items()}
-        self.version = self._version()
+        guess = "v3.0" if (root / "meta" / "episodes").is_dir() else "v2.1"
+        declared = self.info.get("codebase_version")
+        if declared is None:
+            self._add("info.json", "codebase_version is missing", f"read as {guess}", "note")
+        self.version = "v" + str(guess if declared is None else declared).removeprefix("v")
+        if self.version not in PATHS:
+            raise ValueError(
+                f"{root} is a data set of version {declared!r}; only {', '.join(PATHS)} can be "
+                "read. Convert older ones with LeRobot's own scripts."
+            )
         fps = self.info.get("fps")
         if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps < float("inf"):
             raise ValueError(
@@ -240,20 +249,6 @@ class _MetaReader:
 
     def _add(self, where: str, what: str, consequence: str, severity: Severity = "warning") -> None:
         self.problems.append(Problem(severity, where, what, consequence))
-
-    def _version(self) -> str:
-        declared = self.info.get("codebase_version")
-        if declared is None:
-            guess = "v3.0" if (self.root / "meta" / "episodes").is_dir() else "v2.1"
-            self._add("info.json", "codebase_version is missing", f"read as {guess}", "note")
-            return guess
-        version = "v" + str(declared).removeprefix("v")
-        if version not in PATHS:
-            raise ValueError(
-                f"{self.root} is a data set of version {declared!r}; only {', '.join(PATHS)} can "
-                "be read. Convert older ones with LeRobot's own scripts."
-            )
-        return version
 
     def episodes(self) -> Iterable[Episode]:
         found: dict[int, Episode] = {}
@@ -283,21 +278,20 @@ class _MetaReader:
 
     def _rows(self, table: str, without: str) -> Iterator[tuple[str, Row]]:
         """Yield the place and the content of each row; `without` is the consequence of none."""
-        meta, ending = self.root / "meta", "parquet" if self.version == "v3.0" else "jsonl"
-        paths = list(meta.glob(f"{table}.{ending}"))
-        if ending == "parquet":
-            paths += sorted(meta.glob(f"{table}/*/*.parquet"))
+        names, read = [f"{table}.jsonl"], read_json_lines
+        if self.version == "v3.0":
+            names, read = [f"{table}.parquet", f"{table}/*/*.parquet"], _read_parquet
+        paths = [path for name in names for path in sorted((self.root / "meta").glob(name))]
         if not paths:
-            self._add(f"meta/{table}.{ending}", "is missing", without)
+            self._add(f"meta/{names[0]}", "is missing", without)
         for path in paths:
             try:
-                rows = _read_parquet(path) if ending == "parquet" else read_json_lines(path)
-                for number, row in rows:
-                    if row is None:
-                        where = f"{path.name}:{number}"
-                        self._add(where, "not a JSON object", "the line is left out")
+                for number, row in read(path):
+                    where = f"{path.name}:{number}"
+                    if row is not None:
+                        yield where, row
                     else:
-                        yield f"{path.name}:{number}", row
+                        self._add(where, "not a JSON object", "the line is left out")
             except (pa.ArrowException, OSError) as error:
                 where = path.relative_to(self.root).as_posix()
                 self._add(where, f"cannot be read: {error}", without)
@@ -397,7 +391,7 @@ class _MetaReader:
             self._add("video/", "the folder is not named `videos`", "it is read anyway", "note")
 
 
-def _read_parquet(path: Path) -> Iterator[tuple[int, Row]]:
+def _read_parquet(path: Path) -> Iterator[tuple[int, Row | None]]:
     with pq.ParquetFile(path) as file:
         # Statistics are most of the table of episodes, and are not needed to read the data.
         names = [name for name in file.schema_arrow.names if not name.startswith("stats/")]

@@ -22,7 +22,7 @@ import struct
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import av
 import av.error
@@ -31,9 +31,12 @@ from av.container import InputContainer
 from av.video.frame import VideoFrame
 from av.video.reformatter import VideoReformatter
 from av.video.stream import VideoStream
-from jaxtyping import UInt8
+from jaxtyping import Float, UInt8
 
-TOLERANCE_S = 1e-4
+TOLERANCE_S = 1e-4  # between the time asked for and a frame's own
+# Open readers per process. Recorded sets have a file per episode and camera. Opening one costs as
+# much as decoding a small frame; an open reader takes 1 to 3 MB.
+MAX_READERS = 128
 # A seek restarts the decoder: decoding on is cheaper if the key frame is at most so many frames on.
 SEEK_FRAMES = 2
 # Decoders that apply `skip_frame` to the current packet (dav1d applies it some packets later).
@@ -84,59 +87,52 @@ class VideoReader:
         """Height and width."""
         return self._stream.height, self._stream.width
 
-    def frames_at(
-        self, timestamps: Sequence[float], tolerance: float = TOLERANCE_S
-    ) -> UInt8[np.ndarray, "n h w 3"]:
+    def frames_at(self, timestamps: Sequence[float]) -> UInt8[np.ndarray, "n h w 3"]:
         """Return the RGB frames at these seconds, in the given order."""
-        if not len(timestamps):
-            return np.empty((0, *self.size, 3), np.uint8)
-        images: dict[int, np.ndarray] = {}
-        for position in sorted(range(len(timestamps)), key=lambda i: timestamps[i]):
-            frame = self._frame_at(float(timestamps[position]), tolerance)
+        images = np.empty((len(timestamps), *self.size, 3), np.uint8)
+        for position in np.argsort(timestamps, kind="stable").tolist():
+            frame = self._frame_at(float(timestamps[position]))
             rgb = self._reformatter.reformat(frame, format="rgb24", threads=1)
             images[position] = rgb.to_ndarray()
-        return np.stack([images[position] for position in range(len(images))])
+        return images
 
-    def brightness(
-        self, timestamps: Iterable[float], tolerance: float = TOLERANCE_S
-    ) -> Iterator[UInt8[np.ndarray, "h w"]]:
+    def brightness(self, timestamps: Iterable[float]) -> Iterator[UInt8[np.ndarray, "h w"]]:
         """Yield the frames in gray, which shows that each can be decoded and is not black."""
         gray = VideoReformatter()
         for time in timestamps:
-            frame = self._frame_at(time, tolerance)
-            yield gray.reformat(frame, format="gray", threads=1).to_ndarray()
+            yield gray.reformat(self._frame_at(time), format="gray", threads=1).to_ndarray()
 
     def close(self) -> None:
         self._frames, self._current = iter(()), None
         self._container.close()
 
-    def _frame_at(self, time: float, tolerance: float) -> VideoFrame:
-        self._wanted = math.floor((time - tolerance) / self._time_base)
+    def _frame_at(self, time: float) -> VideoFrame:
+        self._wanted = math.floor((time - TOLERANCE_S) / self._time_base)
         now = None if self._current is None else self._time(self._current)
         if (
             now is None
-            or time < now - tolerance
+            or time < now - TOLERANCE_S
             or (self._keys and self._key_before(time) > self._position(now) + SEEK_FRAMES)
         ):
-            self._seek_before(time, tolerance)
+            self._seek_before(time)
         frame = self._current
-        while frame is None or self._time(frame) < time - tolerance:
+        while frame is None or self._time(frame) < time - TOLERANCE_S:
             frame = self._advance()
             if frame is None:
                 raise VideoError(f"{self.path}: no frame at {time:.6f} s: the video ends before.")
         found = self._time(frame)
-        if found > time + tolerance:
+        if found > time + TOLERANCE_S:
             raise VideoError(
                 f"{self.path}: no frame at {time:.6f} s: the next frame is at {found:.6f} s."
             )
         return frame
 
-    def _seek_before(self, time: float, tolerance: float) -> None:
+    def _seek_before(self, time: float) -> None:
         """Decode a frame at or before `time`, or the first one."""
         if not self._keys:  # a file without an index: let the library search
             self._seek_to(round(time / self._time_base))
             frame = self._advance()
-            if frame is None or self._time(frame) > time + tolerance:
+            if frame is None or self._time(frame) > time + TOLERANCE_S:
                 self._seek_to(None)
             return
         number = bisect.bisect_right(self._keys, self._key_before(time)) - 1
@@ -152,7 +148,7 @@ class VideoReader:
                 del self._keys[number]
             else:
                 # Frames that follow a key frame in the file may precede it in time.
-                if number == 0 or frame is None or self._time(frame) <= time + tolerance:
+                if number == 0 or frame is None or self._time(frame) <= time + TOLERANCE_S:
                     return
             number -= 1
 
@@ -218,57 +214,72 @@ def num_usable_cpus() -> int:
 class VideoReaders:
     """Open readers; the least recently used is closed first. Safe for threads, forks, pickling."""
 
-    def __init__(self, capacity: int = 128) -> None:
-        # Recorded sets have a file per episode and camera. Opening one costs as much as decoding a
-        # small frame; an open reader takes 1 to 3 MB.
-        if capacity < 1:
-            raise ValueError(f"capacity is {capacity}; at least one reader has to be kept.")
-        self.capacity = capacity
-        self._start()
+    def __init__(self) -> None:
+        # By process, since a forked one must neither use the readers of its parent, which share
+        # file positions, nor close them, which can wait for threads that it does not have.
+        self._by_process: dict[int, tuple[threading.Lock, list[VideoReader]]] = {}
 
-    def _start(self) -> None:
-        self._process = os.getpid()
-        self._lock = threading.Lock()
-        self._idle: list[VideoReader] = []  # the most recently used last
+    def _own(self) -> tuple[threading.Lock, list[VideoReader]]:
+        """Return the idle readers of this process, the most recently used last, and their lock."""
+        return self._by_process.setdefault(os.getpid(), (threading.Lock(), []))
 
-    def frames_at(
-        self, path: Path, timestamps: Sequence[float], tolerance: float = TOLERANCE_S
-    ) -> UInt8[np.ndarray, "n h w 3"]:
+    def frames_at(self, path: Path, timestamps: Sequence[float]) -> UInt8[np.ndarray, "n h w 3"]:
         """Read frames of a file. Two threads on the same file get a reader each."""
-        if self._process != os.getpid():
-            # Forked: the parent's decoders share its file positions, and closing them can wait for
-            # threads that exist only in the parent. They are kept and never used.
-            _inherited.append(self._idle)
-            self._start()
-        with self._lock:
-            reader = next((one for one in reversed(self._idle) if one.path == path), None)
+        lock, idle = self._own()
+        with lock:
+            reader = next((one for one in reversed(idle) if one.path == path), None)
             if reader is not None:
-                self._idle.remove(reader)
+                idle.remove(reader)
         reader = reader or VideoReader(path)
         try:
-            frames = reader.frames_at(timestamps, tolerance)
+            frames = reader.frames_at(timestamps)
         except BaseException:
             reader.close()  # its position is unknown
             raise
-        with self._lock:
-            self._idle.append(reader)
-            surplus = self._idle[: -self.capacity]
-            self._idle = self._idle[-self.capacity :]
-        for old in surplus:
-            old.close()
+        with lock:
+            idle.append(reader)
+        self.close(keep=MAX_READERS)
         return frames
 
-    def close(self) -> None:
-        with self._lock:
-            idle, self._idle = self._idle, []
-        for reader in idle:
+    def close(self, keep: int = 0) -> None:
+        """Close the idle readers, except the ones used last."""
+        lock, idle = self._own()
+        with lock:
+            surplus = idle[: max(len(idle) - keep, 0)]
+            del idle[: len(surplus)]
+        for reader in surplus:
             reader.close()
 
-    def __reduce__(self) -> tuple[type[VideoReaders], tuple[int]]:
-        return VideoReaders, (self.capacity,)
+    def __reduce__(self) -> tuple[type[VideoReaders], tuple[()]]:
+        return VideoReaders, ()
 
 
-_inherited: list[list[VideoReader]] = []
+def probe_video(path: Path, fps: float) -> tuple[dict[str, Any], Float[np.ndarray, " n"]]:
+    """Return a video feature's "info" as LeRobot writes it and the times of all frames.
+
+    No frame is decoded. Raise ValueError naming the file if its index is damaged.
+    """
+    try:
+        with av.open(str(path)) as container:
+            stream = container.streams.video[0]
+            context = stream.codec_context
+            times = [packet.pts for packet in container.demux(stream) if packet.dts is not None]
+            if stream.time_base is None or not times:
+                raise ValueError(f"{path} holds no video frames")
+            if None in times:
+                raise ValueError(f"{path}: its frames have no times")
+            info = {
+                "video.height": context.height,
+                "video.width": context.width,
+                "video.codec": context.codec.canonical_name,
+                "video.pix_fmt": context.pix_fmt or "unknown",
+                "video.fps": fps,
+                "video.channels": 3,
+                "has_audio": bool(container.streams.audio),
+            }
+            return info, np.sort(np.array(times, np.float64)) * float(stream.time_base)
+    except (av.error.FFmpegError, IndexError) as error:
+        raise ValueError(f"{path} is not a readable video: {error}") from error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,7 +30,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from piston.data.encoding import probe_video
 from piston.data.features import (
     STAT_NAMES,
     EpisodeStats,
@@ -42,6 +41,7 @@ from piston.data.features import (
     merge_stats,
 )
 from piston.data.format import PATHS
+from piston.data.video import probe_video
 from piston.files import atomic_file, publish, read_json, remove_leftovers, write_json
 
 INFO = Path("meta/info.json")
