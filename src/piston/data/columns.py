@@ -125,8 +125,7 @@ def _find_rows(
 def to_array(column: pa.ChunkedArray, shape: tuple[int, ...], path: Any, key: str) -> np.ndarray:
     """Return (rows,) for plain values and (rows, *shape) for lists; ValueError if values lack."""
     values, sizes = column.combine_chunks(), []
-    kinds = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-    while any(is_kind(values.type) for is_kind in kinds):
+    while isinstance(values, pa.ListArray | pa.LargeListArray | pa.FixedSizeListArray):
         parents, children = len(values), values.flatten()
         width = len(children) // max(parents, 1)
         lengths = pc.list_value_length(values).to_numpy(zero_copy_only=False)

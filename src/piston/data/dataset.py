@@ -32,7 +32,6 @@ from piston.suggestions import did_you_mean
 logger = logging.getLogger(__name__)
 
 Sequences = Mapping[str, Sequence[float] | int]  # key → seconds from now, or a number of steps
-_NOW = np.zeros(1, np.int64)
 
 
 def open_dataset(
@@ -119,22 +118,21 @@ class LeRobotDataset(Sequence[dict[str, Any]]):
         episode, step = self.place(index)
         start = self._starts[episode.index]
         item: dict[str, Any] = {}
+        steps: dict[str, np.ndarray] = {}  # of sequences
+        for key, offsets in self._offsets.items():
+            if key in self._columns or key in self.cameras:
+                wanted = step + offsets
+                steps[key] = np.clip(wanted, 0, episode.length - 1)
+                item[f"{key}_is_pad"] = wanted != steps[key]
         for key, column in self._columns.items():
-            if key in self._offsets:
-                steps, item[f"{key}_is_pad"] = _steps(episode, step, self._offsets[key])
-                item[key] = column[start + steps]
-            else:
-                value = column[start + step]
-                # A copy, so that changing an item does not change the data set.
-                item[key] = value.copy() if column.ndim > 1 else value
+            value = column[start + steps.get(key, step)]
+            # A copy, so that changing an item does not change the data set.
+            item[key] = value.copy() if column.ndim > 1 and key not in steps else value
         task = self.metadata.tasks.get(int(self._columns["task_index"][start + step]))
         item["task"] = next(iter(episode.tasks), "") if task is None else task
-        wanted = {camera: self._offsets.get(camera, _NOW) for camera in self.cameras}
-        for camera, frames in self._frames(episode, step, wanted).items():
-            item[camera] = frames if camera in self._offsets else frames[0]
-            if camera in self._offsets:
-                item[f"{camera}_is_pad"] = _steps(episode, step, self._offsets[camera])[1]
-        return item
+        now = np.array([step])
+        frames = self._frames(episode, {camera: steps.get(camera, now) for camera in self.cameras})
+        return item | {c: images if c in steps else images[0] for c, images in frames.items()}
 
     @property
     def fps(self) -> float:
@@ -167,7 +165,8 @@ class LeRobotDataset(Sequence[dict[str, Any]]):
     ) -> dict[str, UInt8[np.ndarray, "h w 3"]]:
         """Return only the images of one frame."""
         wanted = self.cameras if cameras is None else map(self._known_camera, cameras)
-        frames = self._frames(*self.place(index), dict.fromkeys(wanted, _NOW))
+        episode, step = self.place(index)
+        frames = self._frames(episode, dict.fromkeys(wanted, np.array([step])))
         return {camera: images[0] for camera, images in frames.items()}
 
     def close(self) -> None:
@@ -192,20 +191,15 @@ class LeRobotDataset(Sequence[dict[str, Any]]):
         episode = self.episodes[position]
         return episode, row - int(self._ends[position]) + episode.length
 
-    def _frames(
-        self, episode: Episode, step: int, offsets: Mapping[str, np.ndarray]
-    ) -> dict[str, np.ndarray]:
-        """Read each camera in a thread of its own."""
-
-        def read(camera: str) -> np.ndarray:
-            return self._camera_frames(episode, camera, _steps(episode, step, offsets[camera])[0])
-
-        first, others = next(iter(offsets), None), list(offsets)[1:]
-        if first is None:
+    def _frames(self, episode: Episode, steps: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Read each camera in a thread of its own, the first one in this thread."""
+        if not steps:
             return {}
-        waiting = [_camera_threads(os.getpid()).submit(read, camera) for camera in others]
-        # This thread reads the first camera itself.
-        return {first: read(first), **{c: frames.result() for c, frames in zip(others, waiting)}}
+        (first, now), *others = steps.items()
+        threads = _camera_threads(os.getpid())
+        waiting = {c: threads.submit(self._camera_frames, episode, c, s) for c, s in others}
+        frames = {first: self._camera_frames(episode, first, now)}
+        return frames | {camera: images.result() for camera, images in waiting.items()}
 
     def _camera_frames(self, episode: Episode, camera: str, frames: np.ndarray) -> np.ndarray:
         try:
@@ -230,13 +224,6 @@ class LeRobotDataset(Sequence[dict[str, Any]]):
 def _camera_threads(process: int) -> ThreadPoolExecutor:  # noqa: ARG001  (the key of the cache)
     """Return the threads of a process. Threads do not survive a fork, so a child has its own."""
     return ThreadPoolExecutor(thread_name_prefix="camera")
-
-
-def _steps(episode: Episode, step: int, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps at these offsets, kept inside the episode, and which were outside."""
-    steps = step + offsets
-    inside = np.clip(steps, 0, episode.length - 1)
-    return inside, steps != inside
 
 
 def _offsets(sequences: Sequences, fps: float) -> dict[str, np.ndarray]:
