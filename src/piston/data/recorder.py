@@ -276,7 +276,7 @@ class Recorder:
         checked = check_frame(frame, writer.features)
         if not isinstance(task, str) or not task.strip():
             raise FrameError(f"the task must be a sentence, found {task!r}")
-        if not self._tasks:
+        if not self._threads:
             self._start_threads(writer)
         for key, value in checked.items():
             if key in self._threads:
