@@ -115,7 +115,7 @@ def _open(options: Arguments) -> tuple[LeRobotDataset, LeRobotDataset]:
     episodes = [episode.index for episode in whole.episodes[: options.episodes]]
     sequences = {key: options.horizon for key in whole.keys if key in ("action", "actions")}
     dataset = open_dataset(whole.metadata, sequences=sequences, episodes=episodes)
-    return dataset, dataset.without_cameras()
+    return dataset, dataset.select(cameras=())
 
 
 def _measure(

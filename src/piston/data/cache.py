@@ -51,7 +51,7 @@ class CachedFrames:
     def __init__(self, dataset: LeRobotDataset, pixels: int, folder: Path | None = None) -> None:
         where = home() / "frames" if folder is None else folder
         self.metadata = dataset.metadata
-        self._dataset, self._without_images = dataset, dataset.without_cameras()
+        self._dataset, self._without_images = dataset, dataset.select(cameras=())
         self._pixels = pixels
         self.folders = {c: where / _folder_name(self.metadata, c, pixels) for c in dataset.cameras}
 

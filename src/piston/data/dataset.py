@@ -97,7 +97,7 @@ class LeRobotDataset(Sequence[dict[str, Any]]):
     def select(
         self, episodes: EpisodeChoice = None, *, cameras: Iterable[str] | None = None
     ) -> LeRobotDataset:
-        """Return a data set of some of these episodes and cameras (None: all of them).
+        """Return a data set of some of these episodes and cameras (None: all of them, `()`: none).
 
         It shares the columns and the decoders with this one.
         """
@@ -106,10 +106,6 @@ class LeRobotDataset(Sequence[dict[str, Any]]):
         if cameras is not None:
             selected.cameras = tuple(self._known_camera(camera) for camera in cameras)
         return selected
-
-    def without_cameras(self) -> LeRobotDataset:
-        """Return the same episodes without any images: nothing is decoded."""
-        return self.select(cameras=())
 
     def __len__(self) -> int:
         return int(self._ends[-1])

@@ -142,10 +142,9 @@ def data_table(columns: Mapping[str, Any], features: Features) -> pa.Table:
     fields, arrays, described = [], [], {}
     for key, entry in features.items():
         dtype, shape, extension = entry["dtype"], entry["shape"], None
-        described[key] = {"dtype": dtype, "_type": "Value"}
         if dtype == "video":
-            del described[key]
             continue
+        described[key] = {"dtype": dtype, "_type": "Value"}
         if dtype == "image":
             described[key] = {"_type": "Image"}
             type_ = pa.struct([("bytes", pa.binary()), ("path", pa.string())])

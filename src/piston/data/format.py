@@ -322,7 +322,8 @@ class _MetaReader:
         if self._files is not None and path not in self._files:
             # Some sets have the folder `video` in place of `videos`, or vice versa.
             top, _, rest = path.partition("/")
-            path = f"{ {'videos': 'video', 'video': 'videos'}.get(top) }/{rest}"
+            other = {"videos": "video", "video": "videos"}.get(top)
+            path = f"{other}/{rest}"
             if path not in self._files:
                 return None
         frames = (stop - start) * self.fps
