@@ -105,8 +105,7 @@ def check_frame(frame: Mapping[str, Any], features: Features) -> dict[str, np.nd
     missing = [key for key in expected if key not in frame]
     extra = [key for key in frame if key not in expected]
     if missing or extra:
-        found = [f"missing {missing}"] * bool(missing) + [f"not declared {extra}"] * bool(extra)
-        raise FrameError(f"frame keys do not match the features: {'; '.join(found)}")
+        raise FrameError(f"frame keys: missing {missing or 'none'}, not declared {extra or 'none'}")
     return {key: _check_value(key, frame[key], features[key]) for key in expected}
 
 

@@ -108,12 +108,11 @@ class VideoReader:
 
     def _frame_at(self, time: float) -> VideoFrame:
         self._wanted = math.floor((time - TOLERANCE_S) / self._time_base)
-        now = None if self._current is None else self._time(self._current)
-        if (
-            now is None
-            or time < now - TOLERANCE_S
-            or (self._keys and self._key_before(time) > self._position(now) + SEEK_FRAMES)
-        ):
+        seek = self._current is None or time < self._time(self._current) - TOLERANCE_S
+        if self._current is not None and self._keys:
+            position = self._position(self._time(self._current))
+            seek |= self._keys[self._key_before(time)] > position + SEEK_FRAMES
+        if seek:
             self._seek_before(time)
         frame = self._current
         while frame is None or self._time(frame) < time - TOLERANCE_S:
@@ -135,7 +134,7 @@ class VideoReader:
             if frame is None or self._time(frame) > time + TOLERANCE_S:
                 self._seek_to(None)
             return
-        number = bisect.bisect_right(self._keys, self._key_before(time)) - 1
+        number = self._key_before(time)
         while True:
             self._seek_to(self._decode_times[self._keys[number]])
             try:
@@ -199,9 +198,8 @@ class VideoReader:
         return bisect.bisect_right(self._decode_times, round(time / self._time_base)) - 1
 
     def _key_before(self, time: float) -> int:
-        """Return the position of the last key frame that is decoded by `time`, or of the first."""
-        number = bisect.bisect_right(self._keys, self._position(time)) - 1
-        return self._keys[max(number, 0)]
+        """Return the number of the last key frame that is decoded by `time`, or of the first."""
+        return max(bisect.bisect_right(self._keys, self._position(time)) - 1, 0)
 
 
 def num_usable_cpus() -> int:
