@@ -7,8 +7,7 @@ import numpy as np
 
 from piston import presets
 from piston.config import AssetsConfig, TrainConfig
-from piston.data.encoding import VideoEncoding, encode_video
-from piston.data.recorder import Recorder
+from piston.data.recorder import Recorder, VideoEncoding, encode_video
 from piston.models.configs import GemmaSize, VisionSize
 from piston.robots.aloha import DIM
 from piston.sim.scores import Evaluation, Outcome, Trace, latency_percentiles

@@ -223,13 +223,7 @@ class ImageRows:
             cell = self._group(path, key, group, footer)[row - int(starts[group])].as_py()
         except (pa.ArrowException, OSError, KeyError) as error:
             raise ValueError(f"{path}, column {key}: cannot be read: {error}") from None
-        try:
-            with PIL.Image.open(io.BytesIO(image_bytes(cell, self._root))) as image:
-                if image.mode not in _IMAGE_MODES:
-                    raise ValueError(f"the image has mode {image.mode}; expected 8-bit RGB")
-                return np.array(image.convert("RGB"))
-        except (PIL.UnidentifiedImageError, OSError, SyntaxError) as error:
-            raise ValueError(f"the image cannot be decoded: {error}") from None
+        return decode_image(cell, self._root)
 
     def _group(self, path: str, key: str, group: int, footer: pq.FileMetaData) -> pa.ChunkedArray:
         with self._lock:
@@ -260,3 +254,14 @@ def image_bytes(cell: Any, root: Path) -> bytes:
     if data is None:
         raise ValueError("the row has no image")
     return data
+
+
+def decode_image(cell: Any, root: Path) -> UInt8[np.ndarray, "h w 3"]:
+    data = image_bytes(cell, root)
+    try:
+        with PIL.Image.open(io.BytesIO(data)) as image:
+            if image.mode not in _IMAGE_MODES:
+                raise ValueError(f"the image has mode {image.mode}; expected 8-bit RGB")
+            return np.array(image.convert("RGB"))
+    except (PIL.UnidentifiedImageError, OSError, SyntaxError) as error:
+        raise ValueError(f"the image cannot be decoded: {error}") from None

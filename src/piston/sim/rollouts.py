@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from piston.client import Client, ServerError
-from piston.data.encoding import VideoEncoding, encode_video
+from piston.data.recorder import VideoEncoding, encode_video
 from piston.sim import make_environment
 from piston.sim.environment import Environment, Observation, check_evaluation_seeds
 from piston.sim.scores import Evaluation, Outcome, Trace, latency_percentiles
