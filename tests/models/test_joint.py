@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from piston.models import masks
-from piston.models.gemma import Expert, KVCache, Rope
+from piston.models.gemma import Expert, Rope
 
 from . import plain, tiny
 
@@ -40,7 +40,7 @@ def test_three_experts_of_different_widths(room):
 
 def test_cache_writes_in_place_only_with_room_and_without_gradients():
     keys = torch.randn(1, 2, 1, 6)
-    cache = KVCache.empty(tiny.gemma(), 1, 3, keys)
+    (cache,) = Expert(tiny.gemma(depth=1, num_kv_heads=1)).empty_caches(1, 3, keys)
     first = cache.extend(keys, keys)
     assert first.keys.data_ptr() == cache.keys.data_ptr()
     assert_close(first.read()[0], keys.transpose(1, 2))

@@ -99,37 +99,24 @@ def _count(module: nn.Module) -> int:
 
 def _parts(model: Model) -> Table:
     config, vision = model.config, model.config.vision
-    reads = {"vlm": f"prefix, vocabulary {config.vocab_size:,}", "action_expert": "suffix"}
     titles = {"vlm": "vision-language expert", "action_expert": "action expert"}
-    parts: dict[str, dict[str, str]] = {
-        "vision tower": {
-            "parameters": f"{_count(model.vision):,}",
-            "width": str(vision.width),
-            "layers": str(vision.depth),
-            "mlp": str(vision.mlp_dim),
-            "heads": f"{vision.num_heads} × {vision.width // vision.num_heads}",
-            "reads": f"{config.image_size}×{config.image_size} in patches of {vision.patch}",
-        },
-    }
-    rest = _count(model) - _count(model.vision)
-    for name, expert in model.experts.items():
-        # What belongs to no other part, such as the suffix, is counted with the last expert.
-        count = rest if name == list(model.experts)[-1] else _count(expert)
-        rest -= count
-        size = expert.size
-        parts[titles[name]] = {
-            "parameters": f"{count:,}",
-            "width": str(size.width),
-            "layers": str(size.depth),
-            "mlp": str(size.mlp_dim),
-            "heads": f"{size.num_heads} × {size.head_dim}, {size.num_kv_heads} key",
-            "LoRA": "–" if size.lora is None else f"rank {size.lora.rank}",
-            "reads": reads[name],
-        }
+    reads = {"vlm": f"prefix, vocabulary {config.vocab_size:,}", "action_expert": "suffix"}
     names = ("parameters", "width", "layers", "mlp", "heads", "LoRA", "reads")
-    rows = [[name, *(part.get(name, "–") for part in parts.values())] for name in names]
-    rows = [row for row in rows if set(row[1:]) != {"–"}]
-    return table(["", *parts], rows, title=f"{_count(model):,} parameters", right=parts)
+    heads = f"{vision.num_heads} × {vision.width // vision.num_heads}"
+    pixels = f"{config.image_size}×{config.image_size} in patches of {vision.patch}"
+    counts = {"vision tower": _count(model.vision)}
+    columns = [(vision.width, vision.depth, vision.mlp_dim, heads, "–", pixels)]
+    for name, expert in model.experts.items():
+        size, lora = expert.size, expert.size.lora
+        heads = f"{size.num_heads} × {size.head_dim}, {size.num_kv_heads} key"
+        rank = "–" if lora is None else f"rank {lora.rank}"
+        counts[titles[name]] = _count(expert)
+        columns.append((size.width, size.depth, size.mlp_dim, heads, rank, reads[name]))
+    # What belongs to no other part, such as the suffix, is counted with the last expert.
+    counts[titles[name]] += _count(model) - sum(counts.values())
+    rows = zip(names, *((f"{n:,}", *column) for n, column in zip(counts.values(), columns)))
+    shown = [list(map(str, row)) for row in rows if set(row[1:]) != {"–"}]
+    return table(["", *counts], shown, title=f"{_count(model):,} parameters", right=counts)
 
 
 def _tokens(model: Model) -> Table:
@@ -137,34 +124,27 @@ def _tokens(model: Model) -> Table:
     rows = []
     for group in model.token_groups():
         size = "within the prompt" if group.size is None else str(group.size)
-        size = f"≤ {size}" if group.name == "prompt" else size
-        rows.append((group.name, size, group.source))
+        rows.append((group.name, f"≤ {size}" if group.name == "prompt" else size, group.source))
     return table(("part", "tokens", "from"), rows, title="tokens", right=("tokens",))
 
 
 def _memory(model: Model) -> Table:
     """Return the memory of parameters and optimizer; activations come on top."""
-    import torch
-
-    from piston import weights
-    from piston.models.precision import cast_for_inference
+    from piston.models.precision import held_as_asked
 
     count = _count(model)
     adapters = sum(p.numel() for name, p in model.named_parameters() if "lora" in name)
-    held = weights.build_on_meta(model.config)
-    cast_for_inference(held, torch.bfloat16)
-    in_bfloat16 = _bytes(sum(p.numel() * p.element_size() for p in held.parameters()))
+    halved = sum(parameter.numel() for _, parameter in held_as_asked(model))
     # Training keeps float32 masters either way; bfloat16 halves activations, not weights.
-    full = _bytes(_TRAINING_BYTES * count)
+    full, frozen = _TRAINING_BYTES * count, 4 * (count - adapters) + _TRAINING_BYTES * adapters
     rows = [
-        ("inference", _bytes(4 * count), in_bfloat16),
+        ("inference", 4 * count, 4 * count - 2 * halved),
         ("training, all weights, with EMA", full, full),
+        *([("training, adapters alone", frozen, frozen)] if adapters else []),
     ]
-    if adapters:
-        lora = _bytes(4 * (count - adapters) + _TRAINING_BYTES * adapters)
-        rows.append(("training, adapters alone", lora, lora))
+    shown = [(name, *map(_bytes, numbers)) for name, *numbers in rows]
     dtypes = ("float32", "bfloat16")
-    return table(("", *dtypes), rows, title="memory for weights", right=dtypes)
+    return table(("", *dtypes), shown, title="memory for weights", right=dtypes)
 
 
 def _bytes(number: float) -> str:

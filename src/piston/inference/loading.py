@@ -158,15 +158,6 @@ class Int8Linear(nn.Module):
         result: Float[Tensor, "*b o"] = _Product.apply(x, self)
         return result
 
-    def product(self, x: Float[Tensor, "*b i"]) -> Float[Tensor, "*b o"]:
-        rows = x.reshape(-1, x.shape[-1])
-        whole, scale = _quantize(rows.float())
-        product = torch._int_mm(whole, self.weight.t()).float()
-        result = product.mul_(scale).mul_(self.scale)
-        if self.bias is not None:
-            result += self.bias
-        return result.to(x.dtype).view(*x.shape[:-1], -1)
-
 
 class _Product(torch.autograd.Function):
     """The gradient is that of the linear map without rounding, which has none itself.
@@ -177,7 +168,11 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Int8Linear) -> Tensor:
         ctx.layer = layer
-        return layer.product(x)
+        whole, scale = _quantize(x.reshape(-1, x.shape[-1]).float())
+        result = torch._int_mm(whole, layer.weight.t()).float().mul_(scale).mul_(layer.scale)
+        if layer.bias is not None:
+            result += layer.bias
+        return result.to(x.dtype).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

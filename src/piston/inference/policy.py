@@ -103,7 +103,8 @@ class Policy:
         # Two tokens of a model that writes them: it may write very many for a black image.
         steps = self.num_steps if self.model.config.denoises else 2
         self.model.act(observation, num_steps=steps)
-        self._wait_for_device()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         return time.perf_counter() - started
 
     def _prepare(self, observation: Mapping[str, Any]) -> Data:
@@ -111,9 +112,14 @@ class Policy:
         data = {key: value for key, value in observation.items() if key not in _REQUEST_KEYS}
         if np.ndim(data.get("state", ())) > 1:
             raise ValueError("An observation is of one robot; its state has a batch axis.")
-        rtc = None if observation.get("rtc") is None else self._checked_rtc(observation["rtc"])
+        rtc = observation.get("rtc")
         if rtc is not None:
-            data["actions"] = self._committed(rtc["previous_chunk"])
+            previous, rtc = self._checked_rtc(rtc)
+            # Its last action is repeated to the length of a chunk. As actions of this observation
+            # it passes through the same transforms as recorded ones, so that delta actions become
+            # relative to the new state.
+            padding = np.repeat(previous[-1:], self._horizon - len(previous), axis=0)
+            data["actions"] = np.concatenate([previous, padding])
         seen = self._to_model(data)
         previous = seen.pop("actions", None)
         if rtc is not None:
@@ -122,14 +128,15 @@ class Policy:
             seen["noise"] = self._noise(observation)
         return seen
 
-    def _checked_rtc(self, rtc: Any) -> dict[str, Any]:
-        """Check a request for real-time chunking: the old chunk from now on, and two counts."""
+    def _checked_rtc(self, rtc: Any) -> tuple[np.ndarray, dict[str, int]]:
+        """Return the parts of a real-time request: the old chunk from now on, and two counts."""
         if not self.model.config.denoises:
             family = self.model.config.family
             raise ValueError(f"Real-time chunking needs a flow model; this one is {family}.")
         expected = {"previous_chunk", *_RTC_STEPS}
         if not isinstance(rtc, Mapping) or not expected <= rtc.keys():
-            raise ValueError(f"rtc is {_kind(rtc)}; expected {', '.join(sorted(expected))}.")
+            found = f"a dictionary of {sorted(rtc)}" if isinstance(rtc, Mapping) else repr(rtc)[:40]
+            raise ValueError(f"rtc is {found}; expected {', '.join(sorted(expected))}.")
         steps = {key: _whole_number(rtc[key], f"rtc.{key}") for key in _RTC_STEPS}
         previous = np.asarray(rtc["previous_chunk"])
         if previous.ndim != 2 or not 1 <= len(previous) <= self._horizon:
@@ -143,16 +150,7 @@ class Policy:
                 "are left to be committed to."
             )
         guidance_weights(self._horizon, **steps)  # refuses numbers that do not fit
-        return {"previous_chunk": previous, **steps}
-
-    def _committed(self, previous: np.ndarray) -> np.ndarray:
-        """Return the old chunk from now on, its last action repeated to the length of a chunk.
-
-        As actions of this observation it passes through the same transforms as recorded ones, so
-        that delta actions become relative to the new state.
-        """
-        missing = self._horizon - len(previous)
-        return np.concatenate([previous, np.repeat(previous[-1:], missing, axis=0)])
+        return previous, steps
 
     def _noise(self, observation: Mapping[str, Any]) -> np.ndarray:
         shape = (self.model.config.action_horizon, self.model.config.action_dim)
@@ -165,10 +163,8 @@ class Policy:
                 )
             return noise.astype(np.float32)
         seed = observation.get("seed")
-        random = self._random
-        if seed is not None:
-            random = np.random.default_rng(_whole_number(seed, "seed"))
-        return random.standard_normal(shape, np.float32)
+        own = None if seed is None else np.random.default_rng(_whole_number(seed, "seed"))
+        return (own or self._random).standard_normal(shape, np.float32)
 
     def _run(self, prepared: Sequence[Data], guided: bool) -> list[dict[str, Any]]:
         seen = [{k: v for k, v in one.items() if k not in ("noise", "rtc")} for one in prepared]
@@ -204,14 +200,6 @@ class Policy:
 
     def _tensor(self, rows: Sequence[np.ndarray]) -> Tensor:
         return torch.from_numpy(np.stack(rows).astype(np.float32)).to(self.device)
-
-    def _wait_for_device(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-
-def _kind(value: Any) -> str:
-    return f"a dictionary of {sorted(value)}" if isinstance(value, Mapping) else repr(value)[:40]
 
 
 def _whole_number(value: Any, name: str) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -28,9 +29,8 @@ _FAST_CAMERAS = ("base_0_rgb", "base_1_rgb", "wrist_0_rgb")
 def _require_positive(size: object, but: Sequence[str] = ()) -> None:
     for field in dataclasses.fields(size):  # type: ignore[arg-type]
         value = getattr(size, field.name)
-        if field.name == "lora":
-            continue
-        if type(value) is not int or (value < 1 and field.name not in but):
+        is_count = type(value) is int and (value > 0 or field.name in but)
+        if not is_count and field.name != "lora":
             raise ValueError(
                 f"{type(size).__name__}.{field.name} must be a whole number of at least 1, is "
                 f"{value!r}."
@@ -136,7 +136,6 @@ GEMMA: dict[str, GemmaSize] = {
 }
 
 
-_LORA_KINDS = ("attention", "mlp")
 Size = TypeVar("Size", GemmaSize, VisionSize)
 
 
@@ -146,25 +145,20 @@ def size_name(size: GemmaSize | VisionSize) -> str:
     for name, known in table.items():
         if known == size:
             return name
-    numbers = {field.name: getattr(size, field.name) for field in dataclasses.fields(size)}
-    lora = numbers.pop("lora", None)
-    if lora is not None:
-        numbers |= {"lora_rank": lora.rank, "lora_alpha": lora.alpha}
-        numbers |= {f"lora_{kind}": 0 for kind in _LORA_KINDS if not getattr(lora, kind)}
+    numbers = dataclasses.asdict(size)
+    for name, number in (numbers.pop("lora", None) or {}).items():
+        if number is not True:  # switches are on by default
+            numbers[f"lora_{name}"] = int(number) if number is False else number
     return ",".join(f"{name}={number}" for name, number in numbers.items())
 
 
-def parse_gemma_size(text: str) -> GemmaSize:
-    optional = {"lora_rank", "lora_alpha", *(f"lora_{kind}" for kind in _LORA_KINDS)}
-    return GEMMA.get(text) or _parse_size(GemmaSize, GEMMA, text, optional)
-
-
-def parse_vision_size(text: str) -> VisionSize:
-    return VISION.get(text) or _parse_size(VisionSize, VISION, text, {"stem"})
-
-
-def _parse_size(kind: type[Size], known: Mapping[str, Size], text: str, optional: set[str]) -> Size:
-    required = {field.name for field in dataclasses.fields(kind)} - {"lora", "stem"}
+def _parse_size(kind: type[Size], known: Mapping[str, Size], text: str) -> Size:
+    """Return a known size by its name, or one of the numbers in `width=…,depth=…`."""
+    if text in known:
+        return known[text]
+    fields = {field.name for field in dataclasses.fields(kind)} - {"lora"}
+    adapters = {"lora_rank", "lora_alpha", "lora_attention", "lora_mlp"}
+    allowed = fields | (adapters if kind is GemmaSize else set())
     try:
         pairs = [(name, float(number)) for name, number in (p.split("=") for p in text.split(","))]
     except ValueError:
@@ -172,30 +166,28 @@ def _parse_size(kind: type[Size], known: Mapping[str, Size], text: str, optional
     numbers: dict[str, float] = dict(pairs)
     if len(numbers) < len(pairs):
         raise ValueError(f"Size {text!r} gives a name twice.")
-    if not required <= numbers.keys() <= required | optional:
+    if not fields - {"stem"} <= numbers.keys() <= allowed:
         raise ValueError(
             f"Unknown size {text!r}. Known: {', '.join(known)}; or give all of "
-            + ",".join(f"{name}=N" for name in sorted(required))
+            + ",".join(f"{name}=N" for name in sorted(fields - {"stem"}))
         )
-    for name in required | (numbers.keys() & {"stem", "lora_rank"}):
-        if not numbers[name].is_integer():  # neither is infinity
-            raise ValueError(f"{name} must be a whole number, is {numbers[name]:g}.")
-    adapters = {name: numbers.pop(name) for name in [*numbers] if name.startswith("lora_")}
-    parts: dict[str, Any] = {name: int(number) for name, number in numbers.items()}
-    if adapters:
-        parts["lora"] = _parse_lora(text, adapters)
+    for name, number in numbers.items():
+        if name in ("lora_attention", "lora_mlp") and number not in (0, 1):
+            raise ValueError(f"{name} must be 0 or 1, is {number:g}.")
+        if name != "lora_alpha" and not number.is_integer():  # neither is infinity
+            raise ValueError(f"{name} must be a whole number, is {number:g}.")
+    parts: dict[str, Any] = {name: int(numbers[name]) for name in fields & numbers.keys()}
+    lora = {name.removeprefix("lora_"): n for name, n in numbers.items() if name in adapters}
+    if lora and "rank" not in lora:
+        raise ValueError(f"Size {text!r} has lora_{' and lora_'.join(lora)} but no lora_rank.")
+    if lora:
+        switches = {name: bool(lora.get(name, 1)) for name in ("attention", "mlp")}
+        parts["lora"] = LoRA(int(lora["rank"]), lora.get("alpha", lora["rank"]), **switches)
     return kind(**parts)
 
 
-def _parse_lora(text: str, numbers: Mapping[str, float]) -> LoRA:
-    if "lora_rank" not in numbers:
-        raise ValueError(f"Size {text!r} has {', '.join(numbers)} but no lora_rank.")
-    rank, kinds = numbers["lora_rank"], {k: numbers.get(f"lora_{k}", 1.0) for k in _LORA_KINDS}
-    for kind, number in kinds.items():
-        if number not in (0, 1):
-            raise ValueError(f"lora_{kind} must be 0 or 1, is {number:g}.")
-    switches = {kind: bool(number) for kind, number in kinds.items()}
-    return LoRA(int(rank), numbers.get("lora_alpha", rank), **switches)
+parse_gemma_size = functools.partial(_parse_size, GemmaSize, GEMMA)
+parse_vision_size = functools.partial(_parse_size, VisionSize, VISION)
 
 
 def _named(parse: Callable[[str], Size]) -> tyro.constructors.PrimitiveConstructorSpec:
@@ -238,8 +230,9 @@ class ModelConfig(abc.ABC):
     tokenizer: TokenizerName = "paligemma"
 
     def __post_init__(self) -> None:
-        for name in ("action_dim", "action_horizon", "prompt_length", "vocab_size", "image_size"):
-            if getattr(self, name) < 1:
+        counts = ("action_dim", "action_horizon", "prompt_length", "vocab_size", "image_size")
+        for name in (*counts, "max_decoding_steps"):
+            if getattr(self, name, 1) < 1:
                 raise ValueError(f"model.{name} must be at least 1, is {getattr(self, name)}.")
         if not self.cameras or len(set(self.cameras)) != len(self.cameras):
             raise ValueError(f"model.cameras must be distinct names, found {self.cameras}.")
@@ -357,13 +350,6 @@ class Pi0FASTConfig(ModelConfig):
     fast_tokenizer: str | None = None
     # Decoding stops here if no end token came.
     max_decoding_steps: int = 256
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.max_decoding_steps < 1:
-            raise ValueError(
-                f"model.max_decoding_steps must be at least 1, is {self.max_decoding_steps}."
-            )
 
     @property
     def action_tokenizer(self) -> str:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from piston.models import masks
 from piston.models.configs import Pi0Config
-from piston.models.gemma import Expert, KVCache, Mask, Modulation, Rope
+from piston.models.gemma import Expert, KVCache, Mask, Rope
 from piston.models.integrator import integrate
 from piston.models.masks import TokenGroup
 from piston.models.model import ActOptions, Model
@@ -131,12 +131,12 @@ class Condition(NamedTuple):
     """All that depends on time alone, for one time per row."""
 
     vector: Float[Tensor, "k d"]
-    modulations: list[Modulation]
+    modulations: list[Float[Tensor, "k 1 d3"]]
 
     def at(self, row: int) -> Condition:
         """Return one time, which a whole batch can share."""
-        parts = [None if part is None else part[row : row + 1] for part in self.modulations]
-        return Condition(self.vector[row : row + 1], parts)
+        parts = [part[row : row + 1] for part in (self.vector, *self.modulations)]
+        return Condition(parts[0], parts[1:])
 
 
 class Pi0(Model):

@@ -73,11 +73,6 @@ class KVCache:
     values: Float[Tensor, "b k capacity e"]
     length: int
 
-    @classmethod
-    def empty(cls, size: GemmaSize, batch: int, capacity: int, like: Tensor) -> KVCache:
-        shape = (batch, size.num_kv_heads, capacity, size.head_dim)
-        return cls(like.new_empty(shape), like.new_empty(shape), 0)
-
     def extend(self, keys: Float[Tensor, "b t k e"], values: Float[Tensor, "b t k e"]) -> KVCache:
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         end = self.length + keys.shape[2]
@@ -110,9 +105,6 @@ class RMSNorm(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.scale)
 
-    def modulate(self, condition: Float[Tensor, "b d"]) -> Modulation:  # noqa: ARG002
-        return None
-
     def forward(self, x: Tokens, modulation: Modulation = None) -> tuple[Tokens, None]:  # noqa: ARG002
         normed = nn.functional.rms_norm(x.float(), x.shape[-1:], 1 + self.scale, _EPSILON)
         return normed.to(x.dtype), None
@@ -133,18 +125,11 @@ class AdaptiveRMSNorm(nn.Module):
         super().__init__()
         self.modulation = ZeroLinear(width, 3 * width)
 
-    def modulate(self, condition: Float[Tensor, "b d"]) -> Modulation:
-        return self.modulation(condition)[:, None]
-
     def forward(self, x: Tokens, modulation: Modulation) -> tuple[Tokens, Float[Tensor, "#b 1 d"]]:
         assert modulation is not None
         scale, shift, gate = modulation.chunk(3, dim=-1)
         normed = nn.functional.rms_norm(x.float(), x.shape[-1:], None, _EPSILON)
         return (normed * (1 + scale.float()) + shift.float()).to(x.dtype), gate
-
-
-def add_gated(x: Tokens, branch: Tokens, gate: Float[Tensor, "#b 1 d"] | None) -> Tokens:
-    return x + branch if gate is None else x + branch * gate
 
 
 class Attention(nn.Module):
@@ -216,9 +201,11 @@ class ExpertLayer(nn.Module):
     ) -> tuple[Tokens, KVCache]:
         normed, gate = self.attention_norm(x, attention_modulation)
         cache = self.attention.extend(normed, rope, cache)
-        x = add_gated(x, self.attention.attend(normed, rope, cache, mask), gate)
+        branch = self.attention.attend(normed, rope, cache, mask)
+        x = x + branch if gate is None else x + branch * gate
         normed, gate = self.mlp_norm(x, mlp_modulation)
-        return add_gated(x, self.mlp(normed), gate), cache
+        branch = self.mlp(normed)
+        return x + branch if gate is None else x + branch * gate, cache
 
 
 class TokenEmbedding(nn.Embedding):
@@ -247,14 +234,16 @@ class Expert(nn.Module):
     def embed(self, token_ids: Int[Tensor, "*b"], dtype: torch.dtype) -> Float[Tensor, "*b d"]:
         return (self.embedding(token_ids).float() * self.size.width**0.5).to(dtype)
 
-    def modulate(self, condition: Float[Tensor, "b d"]) -> list[Modulation]:
-        """Return the modulation of every norm in order: two per layer, then the last norm."""
+    def modulate(self, condition: Float[Tensor, "b d"]) -> list[Float[Tensor, "b 1 d3"]]:
+        """Return the modulation of every adaptive norm: two per layer, then the last norm."""
         norms = (n for layer in self.layers for n in (layer.attention_norm, layer.mlp_norm))
-        return [norm.modulate(condition) for norm in (*norms, self.norm)]
+        adaptive = (n for n in (*norms, self.norm) if isinstance(n, AdaptiveRMSNorm))
+        return [norm.modulation(condition)[:, None] for norm in adaptive]
 
     def empty_caches(self, batch: int, capacity: int, like: Tensor) -> list[KVCache]:
         """Return one cache per layer with room for `capacity` tokens, in the dtype of `like`."""
-        return [KVCache.empty(self.size, batch, capacity, like) for _ in self.layers]
+        shape = (batch, self.size.num_kv_heads, capacity, self.size.head_dim)
+        return [KVCache(like.new_empty(shape), like.new_empty(shape), 0) for _ in self.layers]
 
     def forward(
         self,

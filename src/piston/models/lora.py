@@ -6,18 +6,9 @@ An adapted linear map of weight W (out × in) holds two more parameters in g gro
     y[group] = W[group] x + alpha / r · lora_b[group] (lora_a[group] x)
 
 One group is the usual adapter. Query, key and value have one group per head, which holds the
-public JAX adapters exactly:
-
-    linear            groups    from the JAX tree, layer l
-    query             heads     a[n] = q_einsum/lora_a[l, n]ᵀ        b[n] = q_einsum/lora_b[l, n]ᵀ
-    key, value        kv heads  a[n] = kv_einsum/lora_a[l, 0|1, n]ᵀ  b[n] = …/lora_b[l, 0|1, n]ᵀ
-    output            1         a[0] = attn_vec_einsum/lora_a[l] as (heads · head_dim, r), then ᵀ
-                                b[0] = attn_vec_einsum/lora_b[l] summed over heads, then ᵀ
-    gate, up          1         a[0] = gating_einsum_lora_a[l, 0|1]ᵀ  b[0] = …_lora_b[l, 0|1]ᵀ
-    down              1         a[0] = linear_lora_a[l]ᵀ              b[0] = linear_lora_b[l]ᵀ
-
-For the output the public adapters have one B per head, of which only the sum matters: summed here,
-outputs are exact, but a training step differs from JAX's, where each head's B takes its own.
+public JAX adapters exactly (their layouts are in `piston.weights.openpi_jax`). For the output
+projection these have one B per head, of which only the sum matters: summed, outputs are exact, but
+a training step differs from JAX's, where each head's B takes its own.
 """
 
 from __future__ import annotations

@@ -73,15 +73,6 @@ class Packing:
         return padded
 
 
-def index_of_valid(valid: Bool[Tensor, "b l"], num_images: int) -> Int[Tensor, "b l"]:
-    """Return each valid token's index among all valid image tokens, then all valid words."""
-    parts = valid[:, :num_images], valid[:, num_images:]
-    order = torch.cat([part.flatten() for part in parts]).long().cumsum(0) - 1
-    orders = order.split([part.numel() for part in parts])
-    index = torch.cat([found.view(part.shape) for found, part in zip(orders, parts)], dim=1)
-    return index.where(valid, 0)
-
-
 def block_mask(
     valid: Bool[Tensor, "b t"], starts_block: Bool[Tensor, "#b t"] | Int[Tensor, "#b t"]
 ) -> Bool[Tensor, "b t t"]:
@@ -99,14 +90,6 @@ def positions(valid: Bool[Tensor, "b t"]) -> Int[Tensor, "b t"]:
 def left_aligned(lengths: Int[Tensor, " b"], size: int) -> Bool[Tensor, "b t"]:
     """Return True for the first `lengths[b]` of `size` tokens."""
     return torch.arange(size, device=lengths.device) < lengths[:, None]
-
-
-def padding_mask(lengths: Int[Tensor, " b"] | None, size: int) -> Bool[Tensor, "b 1 t"] | None:
-    """Return the keys that a left-aligned row of one block attends to; None: all rows are full.
-
-    A row without any token attends to its first padding, so that its unused output is finite.
-    """
-    return None if lengths is None else left_aligned(lengths.clamp(min=1), size)[:, None]
 
 
 def suffix_mask(

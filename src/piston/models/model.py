@@ -157,7 +157,11 @@ class Model(nn.Module, abc.ABC):
         tokens = [self.vlm.embed(prompt.flatten()[words], self.compute_dtype)]
         if len(images):
             tokens.insert(0, self.vision(images, self.compute_dtype).flatten(0, 1))
-        index = send(packing.pack(masks.index_of_valid(valid, image_mask.shape[1])), device)
+        # Where each valid token is among all present images' tokens, then all valid words.
+        order = torch.cat((image_mask.flatten(), words_mask.flatten())).long().cumsum(0) - 1
+        of_images, of_words = order.split([image_mask.numel(), words_mask.numel()])
+        places = torch.cat((of_images.view_as(image_mask), of_words.view_as(words_mask)), dim=1)
+        index = send(packing.pack(places.where(valid, 0)), device)
         return Prefix(torch.cat(tokens)[index], packing.to(device))
 
     def _present_images(self, observation: Observation) -> tuple[Bool[Tensor, "b c"], Image]:
@@ -190,7 +194,8 @@ class Model(nn.Module, abc.ABC):
         tokens, packing = prefix.tokens, prefix.packing
         if positions is None:
             positions = torch.arange(packing.size, device=tokens.device)[None]
-        if mask is None:
-            mask = masks.padding_mask(packing.lengths, packing.size)
+        if mask is None and packing.lengths is not None:
+            # A row without any token attends to its first padding, so that its output is finite.
+            mask = masks.left_aligned(packing.lengths.clamp(min=1), packing.size)[:, None]
         caches = self.vlm.empty_caches(len(tokens), capacity, tokens)
         return tokens, caches, Rope.at(positions, self.config.vlm.head_dim), mask

@@ -171,9 +171,6 @@ def heads_of(shapes: Mapping[str, Shape]) -> dict[str, dict[str, int]]:
     return {"vision": {"num_heads": vision[2]}, "vlm": expert, "action_expert": expert}
 
 
-# The files.
-
-
 def find_params(folder: Path) -> Path | None:
     """Return the folder with the arrays: this one, or its `params` as in a trainer's step."""
     for candidate in (folder, folder / "params"):
@@ -267,32 +264,25 @@ class _ArrayStore:
         return specs
 
     def read(self, path: str, index: tuple[int | slice, ...]) -> Tensor:
+        dtype, store = self.dtypes[path], self._tensorstore
+        context = {
+            # Room for the whole array: its chunks are decoded only once.
+            "cache_pool": {"total_bytes_limit": 2 * math.prod(self.shapes[path]) * dtype.itemsize},
+            # The compressed bytes stay in the file.
+            "file_io_mode": {"mode": "memmap"},
+        }
+        never = {"recheck_cached_data": False, "recheck_cached_metadata": False}
         try:
             if self._open[0] != path:
                 self._open = ("", None)  # frees its memory first
-                self._open = (path, self._open_array(path))
+                opening = store.open(self._specs[path], context=store.Context(context), **never)
+                self._open = (path, opening.result())
             values = np.ascontiguousarray(self._open[1][index].read().result())
         except (ValueError, OSError) as error:
             raise CheckpointError(
                 f"{path} in {self._folder} cannot be read: {error}. Some files of the checkpoint "
                 "are damaged or were not copied; fetch all of them again."
             ) from error
-        if self.dtypes[path] == torch.bfloat16:  # a dtype that numpy itself does not have
-            return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+        if dtype == torch.bfloat16:  # which numpy itself does not have
+            return torch.from_numpy(values.view(np.int16)).view(dtype)
         return torch.from_numpy(values)
-
-    def _open_array(self, path: str) -> Any:
-        size = math.prod(self.shapes[path]) * self.dtypes[path].itemsize
-        context = {
-            # Room for the whole array: its chunks are decoded only once.
-            "cache_pool": {"total_bytes_limit": 2 * size},
-            # The compressed bytes stay in the file.
-            "file_io_mode": {"mode": "memmap"},
-        }
-        opening = self._tensorstore.open(
-            self._specs[path],
-            context=self._tensorstore.Context(context),
-            recheck_cached_data=False,
-            recheck_cached_metadata=False,
-        )
-        return opening.result()
