@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import time
@@ -133,9 +134,10 @@ async def first_of(*awaitables: Awaitable[Any]) -> None:
 class Session:
     """Serves one connection until it closes, or the server stops and all requests are answered.
 
-    One task reads; each request has a task that waits for the policy and sends the reply. A request
-    takes one of a few slots until then, so a client that sends faster than the policy works, or
-    does not take its replies, is read no further.
+    A request takes one of a few slots until its reply is sent, so a client that sends faster than
+    the policy works, or does not take its replies, is read no further. Replies to requests without
+    an id keep their order, because their sender could not tell them apart: the policy answers in
+    order, and what is refused waits for the request before it.
     """
 
     connection: ServerConnection
@@ -145,10 +147,13 @@ class Session:
     debug: bool
 
     def __post_init__(self) -> None:
-        self._answers: set[asyncio.Task[None]] = set()
         self._slots = asyncio.Semaphore(_SLOTS)
-        # Held by one request without an id after the other: their client cannot tell replies apart.
-        self._order = asyncio.Lock()
+        self._nothing: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._nothing.set_result(None)
+        # The outcome of the last request without an id.
+        self._last = self._nothing
+        # Replies that the client has to take first, one after the other.
+        self._sends: set[asyncio.Task[None]] = set()
         self._sending = asyncio.Lock()
         self._previous_total_ms: float | None = None
         self._has_warned = False
@@ -161,11 +166,11 @@ class Session:
             if reading.done():
                 reading.result()
             if stopping.is_set():
-                answered = asyncio.gather(*self._answers, return_exceptions=True)
+                answered = asyncio.gather(*(self._slots.acquire() for _ in range(_SLOTS)))
                 await first_of(answered, self.connection.wait_closed())
                 await self.connection.close(CloseCode.GOING_AWAY, "the server is shutting down")
         finally:
-            for task in (reading, *self._answers):
+            for task in (reading, *self._sends):
                 task.cancel()
             self.batcher.forget(self)
 
@@ -174,44 +179,51 @@ class Session:
         with contextlib.suppress(ConnectionClosed):
             await self.connection.send(metadata)
             while True:
-                await self._slots.acquire()
                 await self._accept(await self.connection.recv())
 
     async def _accept(self, message: bytes | str) -> None:
-        """Hand a request to the policy, or refuse it, and begin a task that sends the answer."""
+        """Hand a request to the policy, or refuse it."""
         arrived = time.perf_counter()
         self.metrics.requests += 1
         request_id: int | None = None
-        answer: asyncio.Future[Outcome] | bytes | str
+        await self._slots.acquire()
         try:
             if len(message) < _LARGE_MESSAGE:
                 observation, request_id = decode_request(message)
             else:
                 observation, request_id = await asyncio.to_thread(decode_request, message)
-            answer = self.batcher.submit(observation, self)
+            outcome = self.batcher.submit(observation, self)
         except (BadRequest, Busy) as error:
             request_id = getattr(error, "request_id", request_id)
-            answer = self._refuse(error, request_id)
-        task = asyncio.create_task(self._answer(answer, request_id, arrived))
-        self._answers.add(task)
-        task.add_done_callback(self._end)
+            reply = self._refuse(error, request_id)
+            previous = self._last if request_id is None else self._nothing
+            previous.add_done_callback(lambda _: self._post(reply, arrived))
+        except asyncio.CancelledError:
+            self._slots.release()
+            raise
+        else:
+            outcome.add_done_callback(functools.partial(self._finish, request_id, arrived))
+            if request_id is None:
+                self._last = outcome
 
-    async def _answer(
-        self, answer: asyncio.Future[Outcome] | bytes | str, request_id: int | None, arrived: float
+    def _finish(
+        self, request_id: int | None, arrived: float, outcome: asyncio.Future[Outcome]
     ) -> None:
-        async with self._order if request_id is None else contextlib.nullcontext():
-            if isinstance(answer, asyncio.Future):
-                answer = self._encode(await answer, request_id)
-            await self._send(answer)
-        total = time.perf_counter() - arrived
-        self._previous_total_ms = 1e3 * total
-        self.metrics.observe("request_seconds", total)
+        self._post(self._encode(outcome.result(), request_id), arrived)
 
-    async def _send(self, reply: bytes | str) -> None:
-        if len(reply) < _LARGE_REPLY and not self.connection.transport.get_write_buffer_size():
-            # `broadcast` does not wait for the client; `send` takes a tenth of a millisecond more.
+    def _post(self, reply: bytes | str, arrived: float) -> None:
+        """Send a reply at once if the connection takes it, otherwise in a task that waits."""
+        is_behind = self._sends or self.connection.transport.get_write_buffer_size() > 0
+        if is_behind or len(reply) >= _LARGE_REPLY:
+            task = asyncio.create_task(self._send(reply, arrived))
+            self._sends.add(task)
+            task.add_done_callback(self._sends.discard)
+        else:
+            # websockets' way to send without waiting.
             broadcast([self.connection], reply)
-            return
+            self._end(arrived)
+
+    async def _send(self, reply: bytes | str, arrived: float) -> None:
         try:
             async with self._sending, asyncio.timeout(self.send_timeout):
                 await self.connection.send(reply)
@@ -221,9 +233,12 @@ class Session:
             self.connection.transport.abort()
         except ConnectionClosed:
             pass
+        self._end(arrived)
 
-    def _end(self, task: asyncio.Task[None]) -> None:
-        self._answers.discard(task)
+    def _end(self, arrived: float) -> None:
+        total = time.perf_counter() - arrived
+        self._previous_total_ms = 1e3 * total
+        self.metrics.observe("request_seconds", total)
         self._slots.release()
 
     def _encode(self, outcome: Outcome, request_id: int | None) -> bytes | str:
