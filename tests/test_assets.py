@@ -41,7 +41,8 @@ class Server(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.content = CONTENT
         self.ranges = True
-        self.length = "plain"  # or "chunked", or "close": no length, the end is the end
+        # or "chunked", or "close": no length, the end is the end; else the header as it is
+        self.length = "plain"
         self.etag = True
         self.break_after: dict[int, int] = {}  # number of the request → bytes until it breaks off
         self.change_to: dict[int, bytes] = {}  # number of the request → content from then on
@@ -86,6 +87,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.send_header("Content-Length", str(end - start))
         elif server.length == "chunked":
             self.send_header("Transfer-Encoding", "chunked")
+        elif server.length != "close":
+            self.send_header("Content-Length", server.length)
         self.end_headers()
         with contextlib.suppress(ConnectionError):
             self._send(content[start:end], server.break_after.get(number))
@@ -186,7 +189,7 @@ def test_queries_are_different_files(server: Server) -> None:
 
 def test_unusual_characters_in_urls(server: Server) -> None:
     assert assets.resolve(server.location("π0 model.bin#part")).read_bytes() == CONTENT
-    assert server.requests == [("/%CF%800%20model.bin", None)]
+    assert server.requests == [("/%CF%800%20model.bin", "bytes=0-")]
 
 
 def test_goes_on_after_breaking_off(
@@ -196,7 +199,7 @@ def test_goes_on_after_breaking_off(
     with caplog.at_level(logging.WARNING):
         assert assets.resolve(server.location()).read_bytes() == CONTENT
     ranges = [asked for _, asked in server.requests]
-    assert ranges == [None, "bytes=100000-", "bytes=150000-", "bytes=150000-"]
+    assert ranges == ["bytes=0-", "bytes=100000-", "bytes=150000-", "bytes=150000-"]
     assert server.sent == len(CONTENT)
     assert "got 100000 bytes of 262144" in caplog.text
     assert not leftovers(home)
@@ -244,6 +247,34 @@ def test_server_without_content_length(server: Server, length: str) -> None:
     assert assets.resolve(server.location()).read_bytes() == CONTENT
 
 
+@pytest.mark.parametrize("length", ["chunked", "close"])
+def test_a_body_without_length_that_is_cut_off_is_not_complete(server: Server, length: str) -> None:
+    server.length, server.break_after = length, {0: 100_000, 1: 50_000}
+    assert assets.resolve(server.location()).read_bytes() == CONTENT
+    assert len(server.requests) == 3
+
+
+def test_where_no_size_is_told_the_log_says_so(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.length, server.ranges = "close", False
+    assert assets.resolve(server.location()).read_bytes() == CONTENT
+    assert "the server does not state the size" in caplog.text
+
+
+@pytest.mark.parametrize("length", ["many", "-5", "1e3"])
+def test_a_length_that_is_no_number(server: Server, length: str) -> None:
+    server.length, server.ranges = length, False
+    with pytest.raises(assets.DownloadError, match=f"Content-Length is '{length}'; expected a num"):
+        assets.resolve(server.location())
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_an_empty_file(server: Server, ranges: bool) -> None:
+    server.content, server.ranges = b"", ranges
+    assert assets.resolve(server.location()).read_bytes() == b""
+
+
 @pytest.mark.parametrize(
     "changed", [OTHER, OTHER + b"longer", OTHER[:150_000], OTHER[:50_000]], ids=len
 )
@@ -259,7 +290,7 @@ def test_without_a_version_a_download_starts_again(server: Server, changed: byte
     server.etag = False
     server.break_after, server.change_to = {0: 100_000}, {1: changed}
     assert assets.resolve(server.location()).read_bytes() == changed
-    assert [asked for _, asked in server.requests] == [None, None]
+    assert [asked for _, asked in server.requests] == ["bytes=0-", "bytes=0-"]
 
 
 def test_names_of_unfinished_files_do_not_collide(server: Server) -> None:
@@ -292,7 +323,7 @@ def test_partial_of_unknown_version_is_not_trusted(server: Server, home: Path) -
     target.parent.mkdir(parents=True)
     target.with_name(".piston-partial.model.bin").write_bytes(b"who knows")
     assert assets.resolve(server.location()).read_bytes() == CONTENT
-    assert server.requests == [("/files/model.bin", None)]
+    assert server.requests == [("/files/model.bin", "bytes=0-")]
 
 
 def test_not_there(server: Server, home: Path) -> None:
@@ -370,7 +401,7 @@ def test_two_processes_download_once(server: Server) -> None:
     for process in processes:
         process.join()
     assert [Path(path).read_bytes() for path in found] == [CONTENT]
-    assert server.requests == [("/files/model.bin", None)]
+    assert server.requests == [("/files/model.bin", "bytes=0-")]
     assert server.sent == len(CONTENT)
 
 
@@ -390,7 +421,7 @@ def test_killed_in_the_middle(server: Server, home: Path) -> None:
     assert 50_000 < arrived < len(CONTENT)
     server.delay = 0.0
     assert assets.resolve(server.location()).read_bytes() == CONTENT
-    assert [asked for _, asked in server.requests] == [None, f"bytes={arrived}-"]
+    assert [asked for _, asked in server.requests] == ["bytes=0-", f"bytes={arrived}-"]
     assert not leftovers(home)
 
 
@@ -430,7 +461,7 @@ class Bucket(MemoryFileSystem):
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
     fsspec.register_implementation("bucket", Bucket, clobber=True)
-    monkeypatch.setitem(assets.SCHEMES, "bucket", assets.Scheme(lambda location: f"get {location}"))
+    monkeypatch.setitem(assets.SCHEMES, "bucket", lambda location: f"get {location}")
     monkeypatch.setattr(assets, "SMALLEST_READ", 1000)
     monkeypatch.setattr(assets, "LARGEST_READ", 4000)
     for name in ("unreachable", "fail_at"):

@@ -16,7 +16,6 @@ used without asking for a newer version.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import functools
 import hashlib
@@ -32,8 +31,9 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import filelock
 import fsspec
@@ -51,9 +51,7 @@ TIMEOUT = 30.0  # seconds without data
 SMALLEST_READ, LARGEST_READ = 2**20, 2**26
 FILES_AT_ONCE = 8
 _SECONDS_TO_STOP = 3.0
-
-T = TypeVar("T")
-Infos = dict[str, dict[str, Any]]  # fsspec's description of each file, by its relative path
+_HTTP = ("http", "https")
 
 
 class DownloadError(ConnectionError):
@@ -62,23 +60,6 @@ class DownloadError(ConnectionError):
 
 class InsecureRedirect(ValueError):
     """An https:// location led to an address that is not encrypted."""
-
-
-class _Interrupted(Exception):
-    """A transfer failed in a way that may not happen again."""
-
-
-class _Stopped(Exception):
-    """Another file of the folder failed, or the user stopped the download."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Scheme:
-    """A kind of location that is read through HTTP, or through fsspec's file system of its name."""
-
-    by_hand: Callable[[str], str]  # returns the command with which a user downloads a location
-    is_http: bool = False
-    install: str = "pip install --upgrade piston"  # if its file system is not installed
 
 
 def home() -> Path:
@@ -93,7 +74,8 @@ def resolve(location: str | os.PathLike[str], *, force: bool = False) -> Path:
     """
     text = os.fspath(location)
     match = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", text)
-    if match is None or match[1].lower() == "file":
+    scheme = match[1].lower() if match else "file"
+    if scheme == "file":
         url = urllib.parse.urlsplit(text if match else "")
         if url.netloc not in ("", "localhost"):
             raise ValueError(f"{text} names the host {url.netloc!r}; write file:///path.")
@@ -101,7 +83,6 @@ def resolve(location: str | os.PathLike[str], *, force: bool = False) -> Path:
         if not path.exists():
             raise FileNotFoundError(f"{path.absolute()} does not exist (asked for: {text}).")
         return path
-    scheme = match[1].lower()
     if scheme not in SCHEMES:
         known = ", ".join(f"{name}://" for name in ("file", *SCHEMES))
         raise ValueError(f"Unknown scheme {scheme}:// in {text}. Known: a local path, {known}.")
@@ -113,12 +94,11 @@ def resolve(location: str | os.PathLike[str], *, force: bool = False) -> Path:
         if force or not _is_present(target):  # another process may have downloaded it
             try:
                 _download(text, target, force)
-            except _Interrupted as interruption:
+            except DownloadError as error:
                 raise DownloadError(
-                    f"Could not download {text}: {interruption}.\n"
-                    "Run again to continue from where it stopped. Without network, "
-                    + _instructions(text, target)
-                ) from interruption
+                    f"Could not download {text}: {error}.\nRun again to continue from where it "
+                    f"stopped. Without network, {_instructions(text, target)}"
+                ) from error
     return target
 
 
@@ -126,7 +106,7 @@ def _parts(location: str) -> list[str]:
     """Return the path of a location in the cache: host or bucket, folders, name."""
     scheme, _, path = location.partition("://")
     query = ""
-    if SCHEMES[scheme].is_http:
+    if scheme in _HTTP:
         url = urllib.parse.urlsplit(location)
         path, query = url.netloc + url.path, url.query
         if "@" in url.netloc or path.endswith("/"):
@@ -153,17 +133,17 @@ def _safe_parts(path: str, location: str) -> list[str]:
 
 
 def _instructions(location: str, target: Path) -> str:
-    scheme = SCHEMES[location.partition("://")[0]]
-    mark = f"if it is a folder, with the mark that it is complete:\n    touch {{}}/{COMPLETE}\n"
+    scheme = location.partition("://")[0]
+    mark = f"    touch {shlex.quote(str(target))}/{COMPLETE}\n"
     return (
-        f"download it elsewhere, for example with\n    {scheme.by_hand(location)}\n"
+        f"download it elsewhere, for example with\n    {SCHEMES[scheme](location)}\n"
         f"and put it at\n    {target}\n"
-        + ("" if scheme.is_http else mark.format(shlex.quote(str(target))))
+        + ("" if scheme in _HTTP else f"if it is a folder, with the mark of completeness:\n{mark}")
         + "It is then used as it is."
     )
 
 
-def _hf_command(location: str) -> str:
+def _hf_download(location: str) -> str:
     parts = _parts(location)
     kind = " --repo-type dataset" if parts[0] == "datasets" else ""
     owner, repository, *path = parts[1:] if kind else parts
@@ -172,12 +152,13 @@ def _hf_command(location: str) -> str:
     return command + (f" --include '{'/'.join(path)}*'" if path else "") + f" --local-dir {name}"
 
 
-_HTTP = Scheme(lambda location: f"curl -fLO {shlex.quote(location)}", is_http=True)
-_GS = Scheme(
-    lambda location: f"gcloud storage cp -r {shlex.quote(location)} .",
-    install="pip install 'piston[gs]'",
-)
-SCHEMES = {"http": _HTTP, "https": _HTTP, "gs": _GS, "hf": Scheme(_hf_command)}
+# For each scheme, the command with which a user downloads a location. Schemes other than HTTP are
+# names of fsspec's file systems.
+SCHEMES: dict[str, Callable[[str], str]] = {
+    **dict.fromkeys(_HTTP, lambda location: f"curl -fLO {shlex.quote(location)}"),
+    "gs": lambda location: f"gcloud storage cp -r {shlex.quote(location)} .",
+    "hf": _hf_download,
+}
 
 
 def _is_present(target: Path) -> bool:
@@ -185,10 +166,9 @@ def _is_present(target: Path) -> bool:
     if not target.is_dir():
         return target.is_file()
     for folder in (target, *target.parents):
-        if (folder / COMPLETE).exists():
-            return True
-        if (folder / INCOMPLETE).exists():
-            return False
+        complete = (folder / COMPLETE).exists()
+        if complete or (folder / INCOMPLETE).exists():
+            return complete
     return False
 
 
@@ -204,7 +184,7 @@ def _lock(target: Path, stopped: threading.Event | None = None) -> Iterator[None
         logger.info("Waiting for another process that is downloading %s", target)
         while not lock.is_locked:
             if stopped is not None and stopped.is_set():
-                raise _Stopped from None
+                raise CancelledError from None
             with contextlib.suppress(filelock.Timeout):
                 lock.acquire(timeout=0.5)
     try:
@@ -216,29 +196,42 @@ def _lock(target: Path, stopped: threading.Event | None = None) -> Iterator[None
 def _download(location: str, target: Path, force: bool) -> None:
     logger.info("Downloading %s to %s", location, target)
     scheme, _, path = location.partition("://")
-    if SCHEMES[scheme].is_http:
+    if scheme in _HTTP:
         source: Source = functools.partial(_open_http, location)
     else:
         try:
             files = fsspec.filesystem(scheme, skip_instance_cache=True)
         except ImportError as error:
+            package = "'piston[gs]'" if scheme == "gs" else "--upgrade piston"
             raise ImportError(
                 f"{location} needs a package that is not installed: {error}. "
-                f"Run: {SCHEMES[scheme].install}\nOr {_instructions(location, target)}"
+                f"Run: pip install {package}\nOr {_instructions(location, target)}"
             ) from error
         info = _ask(location, lambda: files.info(path.rstrip("/")))
         if info["type"] == "directory":
             _download_folder(files, info["name"].rstrip("/"), target, location, force)
             return
-        source = functools.partial(_open_file, files, info["name"], location)
-    there = 0 if force else _size_of(_partial_of(target))
-    with ProgressBar(target.name, BYTES, done=there, after=1) as bar:
-        _fetch(source, target, bar.show, force)
+        source = functools.partial(_open_file, files, info["name"])
+    partial = _own(target, "partial")
+    if force:
+        partial.unlink(missing_ok=True)
+    with ProgressBar(target.name, BYTES, done=_size_of(partial), after=1) as bar:
+        _fetch(source, location, target, bar.show)
 
 
 def _download_folder(files: Any, root: str, target: Path, location: str, force: bool) -> None:
-    listing = _ask(location, lambda: files.find(root, detail=True))
-    infos = _by_relative_path(listing, root, location)
+    infos = {}
+    for path, info in _ask(location, lambda: files.find(root, detail=True)).items():
+        # Object stores mark "folders" with empty objects whose names end in a slash.
+        if info["type"] != "file" or path.endswith("/"):
+            continue
+        if not path.startswith(root + "/"):
+            raise ValueError(f"{location}: its listing has {path!r}, which is not in {root!r}.")
+        parts = _safe_parts(path[len(root) + 1 :], location)
+        if not any(part.startswith(_OWN) for part in parts):
+            infos["/".join(parts)] = info
+    if not infos:
+        raise FileNotFoundError(f"{location} is a folder without any file.")
     target.mkdir(parents=True, exist_ok=True)
     # Folders around this one are not complete either until all of its files are there again.
     folders = [target, *(folder for folder in target.parents if (folder / COMPLETE).exists())]
@@ -251,76 +244,53 @@ def _download_folder(files: Any, root: str, target: Path, location: str, force: 
     versions = {name: _version_of(info) for name, info in infos.items()}
     for name in earlier.keys() | versions.keys():
         file, now = target / name, versions.get(name)
+        if force:
+            _own(file, "partial").unlink(missing_ok=True)
+        size = infos[name]["size"] if name in infos else None
         if file.exists() and (
-            force or earlier.get(name, now) != now or file.stat().st_size != infos[name]["size"]
+            force or earlier.get(name, now) != now or file.stat().st_size != size
         ):
             logger.warning("Removing %s, to download it again", file)
             file.unlink()
     note.write_text(json.dumps(versions, indent=1))
-    missing = [name for name in infos if not (target / name).exists()]
-    there = sum(_size_of(_partial_of(target / name)) for name in missing)
-    _require_space(target, sum(infos[name]["size"] for name in missing) - there)
-    _fetch_all(files, infos, target, location, force)
+    _fetch_all(files, infos, target, location)
     for folder in folders:
         (folder / INCOMPLETE).replace(folder / COMPLETE)
 
 
-def _by_relative_path(listing: Infos, root: str, location: str) -> Infos:
-    infos = {}
-    for name, info in listing.items():
-        # Object stores mark "folders" with empty objects whose names end in a slash.
-        if info["type"] != "file" or name.endswith("/"):
-            continue
-        if not name.startswith(root + "/"):
-            raise ValueError(f"{location}: its listing has {name!r}, which is not in {root!r}.")
-        parts = _safe_parts(name[len(root) + 1 :], location)
-        if not any(part.startswith(_OWN) for part in parts):
-            infos["/".join(parts)] = info
-    if not infos:
-        raise FileNotFoundError(f"{location} is a folder without any file.")
-    return infos
-
-
-def _fetch_all(files: Any, infos: Infos, target: Path, location: str, force: bool) -> None:
+def _fetch_all(files: Any, infos: dict[str, Any], target: Path, location: str) -> None:
     """Download several files at a time: a checkpoint has hundreds, most of them small."""
     waiting = iter(sorted(infos))  # which all threads share
     sizes = {
-        name: _size_of(target / name) or _size_of(_partial_of(target / name)) for name in infos
+        name: _size_of(target / name) or _size_of(_own(target / name, "partial")) for name in infos
     }
-    total = sum(info["size"] for info in infos.values())
-    bar = ProgressBar(target.name, BYTES, total, done=sum(sizes.values()), after=1)
+    total, there = sum(info["size"] for info in infos.values()), sum(sizes.values())
+    _require_space(target, total - there)
+    bar = ProgressBar(target.name, BYTES, total, done=there, after=1)
     stopped, failures = threading.Event(), list[Exception]()
 
-    def fetch_one(name: str) -> None:
+    def work() -> None:
+        name = ""
+
         def show(done: int, total: int | None = None, note: str = "") -> None:  # noqa: ARG001
             if stopped.is_set():
-                raise _Stopped
+                raise CancelledError
             sizes[name] = done
             bar.show(sum(sizes.values()))
 
-        with _lock(target / name, stopped):
-            if not (target / name).is_file():
-                path, place = infos[name]["name"], f"{location}/{name}"
-                try:
-                    _fetch(
-                        functools.partial(_open_file, files, path, place),
-                        target / name,
-                        show,
-                        force,
-                    )
-                except _Interrupted as interruption:
-                    raise _Interrupted(f"{name}: {interruption}") from interruption
-
-    def work() -> None:
         try:
             for name in waiting:
-                fetch_one(name)
-                if stopped.is_set():
-                    return
-        except _Stopped:
-            pass
+                source = functools.partial(_open_file, files, infos[name]["name"])
+                with _lock(target / name, stopped):
+                    if not (target / name).is_file():
+                        _fetch(source, f"{location}/{name}", target / name, show)
+        except CancelledError:
+            return
+        except DownloadError as error:
+            failures.append(DownloadError(f"{name}: {error}"))
         except Exception as error:
             failures.append(error)
+        if failures:
             stopped.set()
 
     # Not an executor: at exit Python would wait for its threads, also for one that hangs.
@@ -351,26 +321,26 @@ class _Stream(NamedTuple):
 Source = Callable[[int, bool], _Stream]  # first byte; whether an earlier attempt failed
 
 
-def _fetch(source: Source, target: Path, progress: Progress, force: bool) -> None:
-    """Download a file to `_partial_of` it, continuing with the bytes there, then rename it."""
+def _fetch(source: Source, location: str, target: Path, progress: Progress) -> None:
+    """Download a file under another name, continuing with the bytes there, then rename it."""
     if target.is_dir():
         raise IsADirectoryError(
             f"{target} is a folder, because files below it were downloaded, but the location is "
             "a file. Remove the folder first."
         )
-    partial, version = _partial_of(target), target.with_name(f"{_OWN}version.{target.name}")
+    partial, version = _own(target, "partial"), _own(target, "version")
     target.parent.mkdir(parents=True, exist_ok=True)
-    if force:
-        partial.unlink(missing_ok=True)
+    remote = _sorted_errors(location)
+    open_at = remote(source)
 
     def attempt(again: bool) -> None:
         done = _size_of(partial) if version.exists() else 0
-        stream = source(done, again)
+        stream = open_at(done, again)
         if done and (stream.start != done or stream.version != version.read_text()):
             logger.info("%s: the remote file has changed; starting again", target)
             if stream.start:
                 stream.close()
-                stream = source(0, again)
+                stream = open_at(0, again)
             done = 0
         with contextlib.closing(stream):
             if not done:
@@ -379,50 +349,57 @@ def _fetch(source: Source, target: Path, progress: Progress, force: bool) -> Non
                 version.unlink(missing_ok=True)
                 if stream.version is not None:
                     version.write_text(stream.version)
-            _receive(stream, partial, progress)
+            _receive(stream, remote(stream.read), partial, progress)
 
     _retry(attempt, target.name, lambda: _size_of(partial))
     partial.replace(target)
     version.unlink(missing_ok=True)
 
 
-def _retry(attempt: Callable[[bool], T], what: str, reached: Callable[[], int] = lambda: 0) -> T:
+def _retry(attempt: Callable[[bool], Any], what: str, reached: Callable[[], int]) -> Any:
     """Repeat an attempt until it succeeds, or several in a row made no progress."""
     furthest, failures = reached(), 0
     while True:
         try:
             return attempt(failures > 0)
-        except _Interrupted as interruption:
+        except DownloadError as error:
             failures += 1
             if reached() > furthest:
                 furthest, failures = reached(), 1
             if failures >= ATTEMPTS:
                 raise
             wait = BACKOFF * 2 ** (failures - 1)
-            logger.warning("%s: %s. Trying again in %.1f s", what, interruption, wait)
+            logger.warning("%s: %s. Trying again in %.1f s", what, error, wait)
             time.sleep(wait)
 
 
-def _receive(stream: _Stream, partial: Path, progress: Progress) -> None:
+def _ask(location: str, question: Callable[[], Any]) -> Any:
+    ask = _sorted_errors(location)(question)
+    return _retry(lambda _: ask(), location, lambda: 0)
+
+
+def _receive(
+    stream: _Stream, read: Callable[[int], bytes], partial: Path, progress: Progress
+) -> None:
     """Append the stream to the file; reads grow while they take less than a second."""
-    done, length = stream.start, SMALLEST_READ
-    _require_space(partial.parent, (stream.size or done) - done)
-    progress(done, stream.size)
+    done, size, length = stream.start, stream.size, SMALLEST_READ
+    _require_space(partial.parent, (size or done) - done)
+    progress(done, size)
     with partial.open("ab") as file:
         begun = time.monotonic()
-        while chunk := stream.read(length):
+        while chunk := read(length):
             quick = time.monotonic() - begun < 1
             length = min(2 * length, LARGEST_READ) if quick else max(length // 2, SMALLEST_READ)
             file.write(chunk)
             done += len(chunk)
-            progress(done, stream.size)
+            progress(done, size)
             begun = time.monotonic()
         file.flush()
         os.fsync(file.fileno())
-    if stream.size is not None and done != stream.size:
-        if done > stream.size:
+    if size is not None and done != size:
+        if done > size:
             partial.unlink()
-        raise _Interrupted(f"got {done} bytes of {stream.size}")
+        raise DownloadError(f"got {done} bytes of {size}")
 
 
 class _EncryptedRedirects(urllib.request.HTTPRedirectHandler):
@@ -435,53 +412,59 @@ class _EncryptedRedirects(urllib.request.HTTPRedirectHandler):
         return request
 
 
-def _open_http(location: str, start: int, again: bool = False) -> _Stream:  # noqa: ARG001
-    """Open a URL. fsspec's HTTP files do not notice that a file changed between two requests."""
+def _open_http(location: str, start: int, again: bool = False, ranges: bool = True) -> _Stream:  # noqa: ARG001
+    """Open a URL. fsspec's HTTP files do not notice that a file changed between two requests.
+
+    The first request too asks for a range: its answer states the size also where there is no
+    Content-Length, so that a lost connection is not taken for the end of the file.
+    """
     url = urllib.parse.quote(location.partition("#")[0], safe=":/?[]@!$&'()*+,;=%~")
-    headers = {"User-Agent": "piston", **({"Range": f"bytes={start}-"} if start else {})}
+    headers = {"User-Agent": "piston", **({"Range": f"bytes={start}-"} if ranges else {})}
     opener = urllib.request.build_opener(_EncryptedRedirects)
-    with _sorted_errors(location):
-        try:
-            response = opener.open(urllib.request.Request(url, headers=headers), timeout=TIMEOUT)
-        except urllib.error.HTTPError as error:
-            if error.code != 416 or not start:
-                raise
-            return _open_http(location, 0)  # the file has become shorter
-        headers = response.headers
-        begin, size = 0, headers["Content-Length"] and int(headers["Content-Length"])
+    try:
+        response = opener.open(urllib.request.Request(url, headers=headers), timeout=TIMEOUT)
+    except urllib.error.HTTPError as error:
+        if error.code != 416 or not ranges:
+            raise
+        return _open_http(location, 0, ranges=False)  # the file is empty or has become shorter
+    headers, size = response.headers, None
     if response.status == 206:
         found = re.match(r"bytes (\d+)-\d+/(\d+)", headers["Content-Range"] or "")
-        begin, size = (int(found[1]), int(found[2])) if found else (-1, None)
+        if found is None:
+            response.close()
+            return _open_http(location, 0, ranges=False)
+        start, size = int(found[1]), int(found[2])
+    else:
+        start, length = 0, headers["Content-Length"]
+        if length is not None and not length.isdecimal():
+            response.close()
+            raise ValueError(f"the Content-Length is {length!r}; expected a number of bytes")
+        if length is not None:
+            size = int(length)
+        elif not response.chunked:  # chunks have an end mark
+            logger.warning("%s may be cut off: the server does not state the size", location)
     tag = headers["ETag"] or headers["Last-Modified"]
-    read = _sorted_errors(location)(response.read1)
-    return _Stream(begin, size, tag and f"{tag} {size}", read, response.close)
+    return _Stream(start, size, tag and f"{tag} {size}", response.read1, response.close)
 
 
-def _open_file(files: Any, path: str, location: str, start: int, again: bool) -> _Stream:
-    with _sorted_errors(location):
-        if again:  # the file may have changed
-            files.invalidate_cache()
-        info = files.info(path)
-        file = files.open(path, "rb", cache_type="none")
-        file.seek(start)
-    read = _sorted_errors(location)(file.read)
-    return _Stream(start, info["size"], _version_of(info), read, file.close)
-
-
-def _ask(location: str, question: Callable[[], T]) -> T:
-    ask = _sorted_errors(location)(question)
-    return _retry(lambda _: ask(), location)
+def _open_file(files: Any, path: str, start: int, again: bool) -> _Stream:
+    if again:  # the file may have changed
+        files.invalidate_cache()
+    info = files.info(path)
+    file = files.open(path, "rb", cache_type="none")
+    file.seek(start)
+    return _Stream(start, info["size"], _version_of(info), file.read, file.close)
 
 
 @contextlib.contextmanager
 def _sorted_errors(location: str) -> Iterator[None]:
-    """Raise FileNotFoundError, PermissionError or _Interrupted for the errors of any library.
+    """Raise FileNotFoundError, PermissionError or DownloadError for the errors of any library.
 
     Every file system raises errors of its own; what is neither of the first two is tried again.
     """
     try:
         yield
-    except (_Interrupted, InsecureRedirect):
+    except InsecureRedirect:
         raise
     except Exception as error:
         response = getattr(error, "response", None)
@@ -496,7 +479,7 @@ def _sorted_errors(location: str) -> Iterator[None]:
                 f"No access to {location}: {error}. Log in (for hf:// with: hf auth login; for "
                 "gs:// with: gcloud auth application-default login)."
             ) from error
-        raise _Interrupted(f"{type(error).__name__}: {error}") from error
+        raise DownloadError(f"{type(error).__name__}: {error}") from error
 
 
 def _require_space(folder: Path, size: int) -> None:
@@ -517,8 +500,8 @@ def _version_of(info: dict[str, Any]) -> str | None:
     return tag and f"{tag} {info['size']}"
 
 
-def _partial_of(target: Path) -> Path:
-    return target.with_name(f"{_OWN}partial.{target.name}")
+def _own(target: Path, kind: str) -> Path:
+    return target.with_name(f"{_OWN}{kind}.{target.name}")
 
 
 def _size_of(path: Path) -> int:
