@@ -76,7 +76,15 @@ def arrays_of(params: Path) -> dict[str, np.ndarray]:
 
 
 def write_arrays(
-    folder, arrays, *, ocdbt=True, driver="zarr", chunk=None, layers=False, dtype=None
+    folder,
+    arrays,
+    *,
+    ocdbt=True,
+    driver="zarr",
+    chunk=None,
+    layers=False,
+    dtype=None,
+    fill_value=None,
 ) -> None:
     folder.mkdir(exist_ok=True, parents=True)
     base = {"driver": "file", "path": f"{folder}/"}
@@ -93,6 +101,7 @@ def write_arrays(
             create=True,
             dtype=dtype or ts.float32,
             shape=array.shape,
+            fill_value=fill_value,
             chunk_layout=ts.ChunkLayout(chunk_shape=shape),
         ).result()
         store.write(ts.cast(ts.array(array), dtype or ts.float32)).result()
@@ -232,6 +241,35 @@ def test_every_missing_or_short_file_is_an_error(reference, reference_config, tm
                 assert all(torch.equal(v, expected[n]) for n, v in model.state_dict().items())
             path.write_bytes(whole)
     assert needed >= 6
+
+
+def test_every_lost_chunk_of_plain_files_is_an_error(reference, reference_config, tmp_path):
+    params, config = tmp_path / "params", reference_config("pi0")
+    write_arrays(params, arrays_of(reference / "models" / "pi0" / "params"), ocdbt=False)
+    load_model(params, config)
+    chunks = [path for path in params.glob("*/*") if not path.name.startswith(".")]
+    assert len(chunks) > 40
+    for path in chunks:
+        path.rename(tmp_path / "lost")
+        with pytest.raises(CheckpointError, match="(?s)cannot be read: .*is missing.*fetch all"):
+            load_model(params, config)
+        (tmp_path / "lost").rename(path)
+
+
+def test_chunks_that_a_declared_fill_value_stands_for_may_be_absent(
+    reference, reference_config, tmp_path
+):
+    params, config = tmp_path / "params", reference_config("pi0")
+    name = "params.action_in_proj.kernel.value"
+    arrays = arrays_of(reference / "models" / "pi0" / "params")
+    arrays[name] = np.zeros_like(arrays[name])
+    write_arrays(params, arrays, ocdbt=False, fill_value=0.0)
+    assert [path.name for path in (params / name).iterdir()] == [".zarray"]
+    assert not load_model(params, config).state_dict()["suffix.action_in.weight"].any()
+    # The trainer states that it writes such chunks too: then an absent one was lost.
+    (params / "_METADATA").write_text('{"store_array_data_equal_to_fill_value": true}')
+    with pytest.raises(CheckpointError, match="action_in_proj/kernel .*is missing"):
+        load_model(params, config)
 
 
 def test_without_tensorstore_the_extra_is_named(reference, monkeypatch):

@@ -24,7 +24,6 @@ from piston.training.checkpoint import UNFINISHED, newest_whole_step, saved_step
 from piston.training.distributed import Processes
 from piston.training.trackers import METRICS, WANDB_ID, read_metrics, remove_metrics_after
 from piston.transforms import flatten_dict
-from piston.weights.expected import check_match
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +38,7 @@ def check_weights(config: TrainConfig) -> None:
     """Raise an error if the initial checkpoint is missing or does not fit; reads headers only."""
     if config.weights is not None:
         checkpoint = weights.open_checkpoint(config.weights, config.model)
-        check_match(
+        weights.check_match(
             weights.expected_shapes(config.model),
             checkpoint.shapes(),
             may_be_new=config.may_be_new,

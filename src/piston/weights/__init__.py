@@ -1,12 +1,13 @@
 """Checkpoints: reading ours, openpi's (JAX and PyTorch) and LeRobot's; writing ours."""
 
-from piston.weights.checkpoint import Checkpoint, open_checkpoint
-from piston.weights.expected import (
-    CheckpointError,
+from piston.weights.checkpoint import (
+    Checkpoint,
     MismatchError,
     build_model,
     build_on_meta,
+    check_match,
     expected_shapes,
+    open_checkpoint,
 )
 from piston.weights.models import (
     convert,
@@ -16,6 +17,7 @@ from piston.weights.models import (
     save_adapters,
     save_model,
 )
+from piston.weights.tensors import CheckpointError
 
 __all__ = [
     "Checkpoint",
@@ -23,6 +25,7 @@ __all__ = [
     "MismatchError",
     "build_model",
     "build_on_meta",
+    "check_match",
     "convert",
     "expected_shapes",
     "load_adapters",

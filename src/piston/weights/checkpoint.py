@@ -6,36 +6,57 @@
 
 Opening reads headers only, and config.json once. Tensors for which the configuration has no place
 are an error. Missing tensors are an error when a model is loaded: some may be allowed to be new.
+What a configuration has a place for is known from its model, built without memory.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from piston import assets
-from piston.models.configs import ModelConfig
+from piston.models.autoregressive import Pi0FAST
+from piston.models.configs import ModelConfig, Pi0Config, Pi0FASTConfig
+from piston.models.flow import Pi0
+from piston.models.lora import matching_parameters
+from piston.models.model import Model
+from piston.models.precision import use_fastest_products
+from piston.suggestions import did_you_mean
 from piston.weights import openpi_jax, pytorch_names
-from piston.weights.configs import (
-    CONFIG,
-    OWN_FORMAT,
-    declared_fields,
-    infer_config,
-    own_config,
+from piston.weights.configs import CONFIG, OWN_FORMAT, declared_fields, infer_config, own_config
+from piston.weights.tensors import (
+    CheckpointError,
+    Entry,
+    FileEntry,
+    Shape,
     read_object,
+    read_tensor_file,
 )
-from piston.weights.expected import CheckpointError, Shape, check_match, expected_shapes, listing
-from piston.weights.tensors import Entry, FileEntry, read_tensor_file
 
 TENSORS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _OWN_TREES = ("vision.", "vlm.", "action_expert.", "suffix.")
+_EMBEDDING = "vlm.embedding.weight"
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
+_MODELS: dict[type[ModelConfig], Callable[[Any], Model]] = {Pi0Config: Pi0, Pi0FASTConfig: Pi0FAST}
+_RANDOM_FILLS = {"normal_", "uniform_", "trunc_normal_", "kaiming_uniform_"}
+_SHOWN = 20  # lines per kind of problem; the exception carries all of them
+
+
+class MismatchError(CheckpointError):
+    """A checkpoint's tensors are not the model's. Carries every name, also those not printed."""
+
+    def __init__(self, message: str, *names: Iterable[str]) -> None:
+        super().__init__(message)
+        self.missing, self.unexpected, self.misshaped = map(tuple, names)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +78,7 @@ class Checkpoint:
         return list(self.entries)
 
     def shapes(self) -> dict[str, Shape]:
-        return {name: entry.shape for name, entry in self.entries.items()}
+        return shapes_of(self.entries)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Read a tensor in the dtype in which it is stored, or in another one."""
@@ -79,8 +100,8 @@ def open_checkpoint(location: str | Path, config: ModelConfig | None = None) -> 
     path = assets.resolve(location)
     tensors = _find_tensors(path)
     entries: Mapping[str, Entry]
-    dropped: dict[str, str] = {}
-    heads: dict[str, dict[str, int]] = {}
+    dropped: Mapping[str, str] = {}
+    heads: Mapping[str, Mapping[str, int]] = {}
     if tensors.is_dir():
         format_ = "jax"
         entries, unknown, heads = openpi_jax.read_arrays(tensors)
@@ -91,7 +112,6 @@ def open_checkpoint(location: str | Path, config: ModelConfig | None = None) -> 
             f"{tensors} holds values that are not floating-point in {', '.join(integers[:5])}. "
             "The file is damaged or not of this model."
         )
-    shapes = {name: entry.shape for name, entry in entries.items()}
     assumed: Mapping[str, Any] = {}
     if config is None and format_ == OWN_FORMAT:
         config = own_config(tensors.parent / CONFIG)
@@ -100,12 +120,13 @@ def open_checkpoint(location: str | Path, config: ModelConfig | None = None) -> 
         inside = tensors.is_dir() and tensors.name != "params"
         declared = declared_fields((tensors if inside else tensors.parent) / CONFIG)
         try:
-            config, assumed = infer_config(shapes, heads, declared)
+            config, assumed = infer_config(shapes_of(entries), heads, declared)
         except CheckpointError as error:  # tensors under unknown names are a likely reason
             lines = [f"{name} {shape}" for name, shape in unknown.items()]
-            raise CheckpointError(f"{error}\n{listing({'unexpected': lines})}") from error
+            raise CheckpointError(f"{error}\n{_listing({'unexpected': lines})}") from error
     what = f"{path} ({format_}) does not fit the {config.family} model of its configuration"
-    check_match(expected_shapes(config), {**shapes, **unknown}, may_miss_some=True, what=what)
+    found = {**shapes_of(entries), **unknown}
+    check_match(expected_shapes(config), found, may_be_new=None, what=what)
     return Checkpoint(path, config, format_, entries, dropped, assumed)
 
 
@@ -121,8 +142,7 @@ def _find_tensors(path: Path) -> Path:
     for name in (TENSORS, INDEX):
         if (path / name).is_file():
             return path / name
-    params = openpi_jax.find_params(path)
-    if params is not None:
+    if (params := openpi_jax.find_params(path)) is not None:
         return params
     present = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
     raise CheckpointError(
@@ -139,7 +159,7 @@ def _read_safetensors(
     Return the format, the tensors, the shapes of those under unknown names, and the dropped names.
     """
     entries = _read_shards(path) if path.name.endswith(".json") else read_tensor_file(path)
-    used = {name: name for name in entries if name.startswith(_OWN_TREES)}
+    used = {name: entry for name, entry in entries.items() if name.startswith(_OWN_TREES)}
     theirs = sum(map(pytorch_names.is_pytorch_name, entries))
     if not used and not theirs:
         raise CheckpointError(
@@ -149,15 +169,17 @@ def _read_safetensors(
         )
     if len(used) >= theirs:
         unknown = {name: e.shape for name, e in entries.items() if name not in used}
-        return OWN_FORMAT, {name: entries[name] for name in used}, unknown, {}
+        return OWN_FORMAT, used, unknown, {}
     table = pytorch_names.translate(entries)
-    found = {ours: entries[name] for ours, name in table.used.items()}
-    if table.output_head is not None and not any(name.startswith("suffix.") for name in found):
+    used = {ours: entries[name] for ours, name in table.used.items()}
+    if not any(name.startswith("suffix.") for name in used):
         # π0-FAST uses the output head, so that it may only be dropped if it is tied.
-        twin = (table.output_head, entries[table.output_head])
-        embedding = "vlm.embedding.weight"
-        found[embedding] = dataclasses.replace(found[embedding], twin=twin)
-    return table.format, found, {name: entries[name].shape for name in table.unknown}, table.dropped
+        for name, reason in table.dropped.items():
+            if reason == pytorch_names.TIED:
+                twin = (name, entries[name])
+                used[_EMBEDDING] = dataclasses.replace(used[_EMBEDDING], twin=twin)
+    format_ = "lerobot" if any(name.startswith("model.") for name in entries) else "openpi-pytorch"
+    return format_, used, {name: entries[name].shape for name in table.unknown}, table.dropped
 
 
 def _read_shards(index: Path) -> dict[str, FileEntry]:
@@ -179,6 +201,113 @@ def _read_shards(index: Path) -> dict[str, FileEntry]:
         }
         problems = {kind: [f"{t} in {f}" for t, f in sorted(r)] for kind, r in rows.items()}
     if any(problems.values()):
-        text = listing(problems)
+        text = _listing(problems)
         raise CheckpointError(f"{index} and its files do not agree.\n{text}\nFetch all again.")
     return {name: entry for entries in files.values() for name, entry in entries.items()}
+
+
+def check_match(
+    expected: Mapping[str, Shape],
+    found: Mapping[str, Shape],
+    *,
+    may_be_new: Iterable[str] | None = (),
+    what: str,
+) -> list[str]:
+    """Raise one MismatchError for all tensors that are missing, unexpected or of another shape.
+
+    Return the names of missing tensors that a pattern of `may_be_new` allows. A pattern that
+    matches no tensor of the model is an error. With None, missing tensors are listed but do not
+    cause the error.
+    """
+    allowed = set(matching_parameters(expected, tuple(may_be_new or ())))
+    missing = sorted(expected.keys() - found.keys() - allowed)
+    unexpected = sorted(found.keys() - expected.keys())
+    common = sorted(expected.keys() & found.keys())
+    misshaped = [name for name in common if expected[name] != found[name]]
+    if not (unexpected or misshaped or (missing and may_be_new is not None)):
+        return sorted(allowed - found.keys())
+    hints = {name: did_you_mean(name, missing, cutoff=0.85) for name in unexpected}
+    kinds = {
+        "missing": [f"{name} {expected[name]}" for name in missing],
+        "unexpected": [f"{name} {found[name]}{hints[name]}" for name in unexpected],
+        "of the wrong shape": [
+            f"{name}: found {found[name]}, expected {expected[name]}" for name in misshaped
+        ],
+    }
+    advice = (
+        "Use the configuration that the checkpoint was made with. Tensors that are meant to be "
+        "trained from scratch have to be named: --may-be-new PATTERN …"
+    )
+    if missing and all(".lora_" in name for name in missing) and not unexpected:
+        advice = (
+            "The model has adapters and the checkpoint has none: allow new ones with "
+            "--may-be-new '*.lora_?'"
+        )
+    message = f"{what}; nothing was loaded.\n{_listing(kinds)}\n{advice}"
+    raise MismatchError(message, missing, unexpected, misshaped)
+
+
+def _listing(kinds: Mapping[str, Sequence[str]]) -> str:
+    """Return `36 missing:` and the first lines for each kind with any; layers are joined."""
+    texts = []
+    for kind, lines in kinds.items():
+        layers: dict[str, list[int]] = {}  # lines that differ only in the number of the layer
+        for line in lines:
+            numbers = set(_LAYER.findall(line))
+            template = _LAYER.sub("{}", line) if len(numbers) == 1 else line
+            layers.setdefault(template, []).extend(map(int, numbers))
+        merged = [template.replace("{}", _ranges(sorted(n))) for template, n in layers.items()]
+        texts += [f"  {len(lines)} {kind}:"] if lines else []
+        texts += [f"    {line}" for line in merged[:_SHOWN]]
+        if len(merged) > _SHOWN:
+            texts.append(f"    … and {len(merged) - _SHOWN} more lines")
+    return "\n".join(texts)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return `3`, `[0-17]` or `[0,1,3]`."""
+    if len(numbers) < 2:
+        return "".join(map(str, numbers))
+    if numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"[{numbers[0]}-{numbers[-1]}]"
+    return f"[{','.join(map(str, numbers))}]"
+
+
+def build_model(config: ModelConfig) -> Model:
+    """Return the model of a configuration, on torch's current default device.
+
+    It uses the fastest products that this machine's CPU has, should it run there.
+    """
+    if type(config) not in _MODELS:
+        raise TypeError(f"No model is known for a {type(config).__name__}.")
+    model = _MODELS[type(config)](config)
+    use_fastest_products(model)
+    return model
+
+
+def build_on_meta(config: ModelConfig) -> Model:
+    """Return the model without memory: for its names and shapes, or to be filled later."""
+    with torch.device("meta"), WithoutRandomFills():
+        return build_model(config)
+
+
+def shapes_of(tensors: Mapping[str, Tensor] | Mapping[str, Entry]) -> dict[str, Shape]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """Return the tensors that a checkpoint of this configuration has to hold."""
+    return shapes_of(build_on_meta(config).state_dict())
+
+
+class WithoutRandomFills(TorchFunctionMode):
+    """Random fills of tensors on the meta device do nothing.
+
+    They have no effect there, but the first one imports parts of torch that take a second.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        target: Any = args[0] if args else (kwargs or {}).get("tensor")
+        if getattr(func, "__name__", "") in _RANDOM_FILLS and target.is_meta:
+            return target
+        return func(*args, **(kwargs or {}))

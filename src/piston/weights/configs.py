@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from piston.files import read_json_object
 from piston.models.configs import (
     GEMMA,
     VISION,
@@ -28,7 +27,7 @@ from piston.models.configs import (
     size_name,
 )
 from piston.serialization import from_json
-from piston.weights.expected import CheckpointError, Shape
+from piston.weights.tensors import CheckpointError, Shape, read_object
 
 CONFIG = "config.json"
 OWN_FORMAT = "piston"
@@ -56,15 +55,6 @@ _SO400M_WIDTH, _SO400M_HEADS = 1152, 16  # every public vision tower of this wid
 _RESOLVED = {"max_token_len": "prompt_length", "discrete_state_input": "state_in_prompt"}
 
 Size = TypeVar("Size", VisionSize, GemmaSize)
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object; anything else is a CheckpointError that names the file."""
-    try:
-        return read_json_object(path)
-    except ValueError as error:
-        found = str(error).removesuffix(".")
-        raise CheckpointError(f"{found}. It is damaged; fetch or write it again.") from error
 
 
 def own_config(path: Path) -> ModelConfig:
@@ -161,23 +151,22 @@ def infer_config(
         "vision": vision,
         "image_size": side * vision.patch,
     }
+    family: type[Pi0Config | Pi0FASTConfig] = Pi0FASTConfig
     experts = ["vlm"]
     if "suffix.action_in.weight" in shapes or _depth(shapes, "action_expert.layers"):
-        experts.append("action_expert")
+        family, experts = Pi0Config, ["vlm", "action_expert"]
         found["action_dim"] = _shape(shapes, "suffix.action_in.weight", 2)[1]
         found["pi05"] = "suffix.time_in.weight" in shapes
-    for expert in experts:
-        stated = declared.get(expert)
-        found[expert] = _expert_size(shapes, expert, heads.get(expert, {}), stated)
-    family = Pi0Config if len(experts) > 1 else Pi0FASTConfig
+    assumed = {}
+    for name in experts:
+        stated = declared.get(name)
+        size = found[name] = _expert_size(shapes, name, heads.get(name, {}), stated)
+        if size.lora is not None and stated != size:
+            assumed[f"{name}.lora.alpha"] = size.lora.alpha
     fields = [field.name for field in dataclasses.fields(family)]
     config = family(**{n: v for n, v in declared.items() if n in fields} | found)
     unseen = [name for name in fields if name not in found and name not in declared]
-    assumed = {name: getattr(config, _RESOLVED.get(name, name)) for name in unseen}
-    for expert in experts:
-        if found[expert].lora is not None and declared.get(expert) != found[expert]:
-            assumed[f"{expert}.lora.alpha"] = found[expert].lora.alpha
-    return config, assumed
+    return config, {n: getattr(config, _RESOLVED.get(n, n)) for n in unseen} | assumed
 
 
 def _shape(shapes: Mapping[str, Shape], name: str, rank: int) -> Shape:
@@ -216,8 +205,6 @@ def _expert_size(
     mlp_dim, _ = _shape(shapes, f"{first}.mlp.gate.weight", 2)
     depth = _depth(shapes, f"{expert}.layers")
     visible = {"width": width, "depth": depth, "mlp_dim": mlp_dim, "queries": queries, "keys": keys}
-    size = _choose_size(expert, GemmaSize, GEMMA, {**visible, **heads}, stated)
-
     names = {kind: f"{first}.{kind}.lora_a" for kind in ("attention.query", "mlp.gate")}
     ranks = {k: _shape(shapes, name, 3)[1] for k, name in names.items() if name in shapes}
     lora = None
@@ -226,43 +213,33 @@ def _expert_size(
         # Alpha is not stored; it equals the rank in every release.
         alpha = stated.lora.alpha if isinstance(stated, GemmaSize) and stated.lora else float(rank)
         lora = LoRA(rank, alpha, "attention.query" in ranks, "mlp.gate" in ranks)
-    if isinstance(stated, GemmaSize) and stated.lora != lora:
-        raise _disagreement(expert, stated)
-    return dataclasses.replace(size, lora=lora)
+    known = {name: dataclasses.replace(size, lora=lora) for name, size in GEMMA.items()}
+    return _choose_size(expert, GemmaSize, known, {**visible, **heads, "lora": lora}, stated)
 
 
 def _choose_size(
-    part: str, kind: type[Size], known: Mapping[str, Size], visible: Mapping[str, int], stated: Any
+    part: str, kind: type[Size], known: Mapping[str, Size], visible: Mapping[str, Any], stated: Any
 ) -> Size:
     """Return the stated size if it has the visible numbers, else a known one, else a new one."""
-
-    def fits(size: Size) -> bool:
-        numbers = dataclasses.asdict(size)
+    is_size = isinstance(stated, kind)
+    by_name = [known[name] for name in sorted(known, key=lambda name: name != stated)]
+    for size in [stated] if is_size else by_name:
+        numbers = dict(vars(size))
         if isinstance(size, GemmaSize):
             numbers["queries"] = size.num_heads * size.head_dim
             numbers["keys"] = size.num_kv_heads * size.head_dim
-        return all(numbers[name] == number for name, number in visible.items())
-
-    if isinstance(stated, kind):
-        if fits(stated):
-            return stated
-        raise _disagreement(part, stated)
-    for size in (*([known[stated]] if stated in known else ()), *known.values()):
-        if fits(size):
+        if all(numbers[name] == number for name, number in visible.items()):
             return size
-    fields = {field.name for field in dataclasses.fields(kind)} - {"lora", "stem"}
-    if not fields <= visible.keys():
+    if is_size:
         raise CheckpointError(
-            f"{part} ({', '.join(f'{name} {number}' for name, number in visible.items())}) has no "
-            "known size, and files of this format do not show its number of heads. Give the "
-            "model's configuration."
+            f"config.json beside the tensors states {part} as {size_name(stated)}, but the tensors "
+            "have another size. Correct or remove it, or give the model's configuration."
         )
-    numbers: dict[str, Any] = {name: visible[name] for name in fields}
-    return kind(**numbers)
-
-
-def _disagreement(part: str, stated: VisionSize | GemmaSize) -> CheckpointError:
-    return CheckpointError(
-        f"config.json beside the tensors states {part} as {size_name(stated)}, but the tensors "
-        "have another size. Correct or remove it, or give the model's configuration."
-    )
+    fields = {field.name for field in dataclasses.fields(kind)} - {"stem"}
+    if not fields <= visible.keys():
+        numbers_seen = ", ".join(f"{name} {n}" for name, n in visible.items() if n is not None)
+        raise CheckpointError(
+            f"{part} ({numbers_seen}) has no known size, and files of this format do not show its "
+            "number of heads. Give the model's configuration."
+        )
+    return kind(**{name: visible[name] for name in fields})

@@ -18,7 +18,7 @@ import dataclasses
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -34,17 +34,18 @@ from piston.models.model import Model
 from piston.models.precision import held_as_asked
 from piston.progress import Progress, no_progress
 from piston.serialization import to_json
-from piston.weights.checkpoint import TENSORS, Checkpoint, open_checkpoint
-from piston.weights.configs import CONFIG, OWN_FORMAT, VERSION, read_object
-from piston.weights.expected import (
-    CheckpointError,
+from piston.weights.checkpoint import (
+    TENSORS,
+    Checkpoint,
+    WithoutRandomFills,
     build_on_meta,
     check_match,
     expected_shapes,
-    initial_values,
+    open_checkpoint,
     shapes_of,
 )
-from piston.weights.tensors import read_tensor_file, write_tensor_file
+from piston.weights.configs import CONFIG, OWN_FORMAT, VERSION
+from piston.weights.tensors import CheckpointError, read_object, read_tensor_file, write_tensor_file
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ def load_into(
         tensors = _read_all(
             checkpoint, lambda name: torch.empty(state[name].shape, dtype=held[name], device=device)
         )
-        for name, value in (initial_values(model.config, new) if new else {}).items():
+        for name, value in (_initial_values(model.config, new) if new else {}).items():
             tensors[name] = value.to(device=device, dtype=held[name])
         model.load_state_dict(tensors, strict=True, assign=True)
     else:
@@ -112,6 +113,22 @@ def load_into(
     if new:
         logger.info("%d tensors are new, not from %s: %s …", len(new), checkpoint.path, new[0])
     return new
+
+
+def _initial_values(config: ModelConfig, names: Sequence[str]) -> dict[str, Tensor]:
+    """Return the values with which a new model would start, for these parameters only."""
+    model = build_on_meta(config)
+    values: dict[str, Tensor] = {}
+    modules: dict[str, nn.Module] = {}
+    for name in names:
+        path, _, leaf = name.rpartition(".")
+        modules[path] = model.get_submodule(path)
+        values[name] = torch.empty(modules[path].get_parameter(leaf).shape)
+        setattr(modules[path], leaf, nn.Parameter(values[name]))
+    with WithoutRandomFills():  # the parameters that stay on the meta device
+        for module in modules.values():
+            module.reset_parameters()  # type: ignore[operator]
+    return values
 
 
 def _held_dtypes(
@@ -255,8 +272,8 @@ def load_adapters(model: Model, folder: str | Path) -> None:
             "Build the model with the adapters that were saved."
         )
     entries, state = read_tensor_file(folder / _ADAPTERS), adapter_state_dict(model)
-    found = {name: entry.shape for name, entry in entries.items()}
-    check_match(shapes_of(state), found, what=f"The adapters in {folder} do not fit the model")
+    what = f"The adapters in {folder} do not fit the model"
+    check_match(shapes_of(state), shapes_of(entries), what=what)
     values = {name: entry.read() for name, entry in entries.items()}
     model.load_state_dict(values, strict=False)
 

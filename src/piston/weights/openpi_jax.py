@@ -11,6 +11,7 @@ before the next array is opened.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -21,12 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from piston.weights.expected import CheckpointError, Shape
 from piston.weights.pytorch_names import SUFFIX
-from piston.weights.tensors import Entry
+from piston.weights.tensors import CheckpointError, Entry, Shape, read_object
 
-_MANIFEST = "manifest.ocdbt"
-_METADATA_FILES = {".zarray": "zarr", "zarr.json": "zarr3"}
+_MANIFEST, _METADATA = "manifest.ocdbt", "_METADATA"
+_ZARR_FILES = {".zarray": "zarr", "zarr.json": "zarr3"}
 _BLOCK = 2**26  # bytes of a large array that are copied at once
 _DTYPES = {str(d)[6:]: d for d in (torch.float16, torch.float32, torch.float64, torch.bfloat16)}
 
@@ -104,28 +104,18 @@ for _mark, _expert in {"": "vlm.", "_1": "action_expert."}.items():
 class Row(NamedTuple):
     """The tensors in one array: one, or one for each index of the axis after the layers."""
 
-    layout: str
+    convert: Callable[[Tensor], Tensor]
     names: tuple[str, ...]
 
 
 TABLE = {
-    f"{_IMG}pos_embedding": Row("single", ("vision.position_embedding",)),
-    f"{_LLM}embedder/input_embedding": Row("same", ("vlm.embedding.weight",)),
+    f"{_IMG}pos_embedding": Row(_LAYOUTS["single"], ("vision.position_embedding",)),
+    f"{_LLM}embedder/input_embedding": Row(_LAYOUTS["same"], ("vlm.embedding.weight",)),
 }
 for _theirs, (_kind, *_ours) in _MODULES.items():
     for _ending, _layout in _KINDS[_kind].items():
         _leaf = _ENDINGS.get(_kind + _ending) or _ENDINGS[_ending]
-        TABLE[_theirs + _ending] = Row(_layout, tuple(name + _leaf for name in _ours))
-
-
-@dataclasses.dataclass(frozen=True)
-class Slice:
-    """Where one of our tensors is in its JAX array, and how it is converted."""
-
-    name: str
-    index: tuple[int, ...]
-    convert: Callable[[Tensor], Tensor]
-    shape: Shape
+        TABLE[_theirs + _ending] = Row(_LAYOUTS[_layout], tuple(name + _leaf for name in _ours))
 
 
 def plain_path(path: str) -> str:
@@ -133,29 +123,24 @@ def plain_path(path: str) -> str:
     return path.removeprefix("params/").removesuffix("/value")
 
 
-def slices(path: str, shape: Shape) -> list[Slice] | None:
-    """Return our tensors in an array of this shape; None if the path is not in the table."""
-    if path not in TABLE:
-        return None
+def slices(path: str, shape: Shape) -> dict[str, tuple[tuple[int, ...], Shape]]:
+    """Return where our tensors are in an array of the table, and the shapes that they have."""
+    convert, names = TABLE[path]
+    array, found = torch.empty(shape, device="meta"), {}
     try:
-        return list(_slices(TABLE[path], torch.empty(shape, device="meta")))
+        for layer in range(array.shape[0]) if "*" in names[0] else [None]:
+            indices: list[tuple[int, ...]] = [() if layer is None else (layer,)]
+            if len(names) > 1:
+                indices = [(*indices[0], part) for part in range(array[indices[0]].shape[0])]
+            for name, index in zip(names, indices, strict=True):
+                ours = name.replace("*", str(layer))
+                found[ours] = index, tuple(convert(array[index]).shape)
     except (IndexError, RuntimeError, ValueError) as error:
         raise CheckpointError(
             f"{path} has shape {shape}, which is not how the JAX models store "
-            f"{', '.join(TABLE[path].names)}. Is this a checkpoint of openpi's?"
+            f"{', '.join(names)}. Is this a checkpoint of openpi's?"
         ) from error
-
-
-def _slices(row: Row, array: Tensor) -> Iterator[Slice]:
-    convert = _LAYOUTS[row.layout]
-    for layer in range(array.shape[0]) if "*" in row.names[0] else [None]:
-        index = () if layer is None else (layer,)
-        if len(row.names) > 1 and array[index].shape[0] != len(row.names):
-            raise ValueError(f"expected {len(row.names)} on the axis of the parts")
-        for at, name in enumerate(row.names):
-            place = (*index, at) if len(row.names) > 1 else index
-            shape = tuple(convert(array[place]).shape)
-            yield Slice(name.replace("*", str(layer)), place, convert, shape)
+    return found
 
 
 def heads_of(shapes: Mapping[str, Shape]) -> dict[str, dict[str, int]]:
@@ -183,18 +168,16 @@ def read_arrays(folder: Path) -> tuple[dict[str, Entry], dict[str, Shape], dict[
     """Return our tensors, the shapes of unknown arrays, and the numbers of heads."""
     store = _ArrayStore(folder)
     entries: dict[str, Entry] = {}
-    unknown: dict[str, Shape] = {}
-    for path, shape in store.shapes.items():
-        found = slices(path, shape)
-        if found is None:
-            unknown[path] = shape
-        for one in found or ():
-            if one.name in entries:
-                raise CheckpointError(
-                    f"{folder} holds {one.name} twice, once in {path}. It is not a checkpoint of "
-                    "one model; write it again into an empty folder."
-                )
-            entries[one.name] = _ArrayEntry(one.shape, store.dtypes[path], store, path, one)
+    for path, array_shape in store.shapes.items():
+        found = slices(path, array_shape) if path in TABLE else {}
+        if twice := sorted(found.keys() & entries.keys()):
+            raise CheckpointError(
+                f"{folder} holds {twice[0]} twice, once in {path}. It is not a checkpoint of one "
+                "model; write it again into an empty folder."
+            )
+        for name, (index, shape) in found.items():
+            entries[name] = _ArrayEntry(shape, store.dtypes[path], store, path, index)
+    unknown = {path: shape for path, shape in store.shapes.items() if path not in TABLE}
     return entries, unknown, heads_of(store.shapes)
 
 
@@ -202,18 +185,28 @@ def read_arrays(folder: Path) -> tuple[dict[str, Entry], dict[str, Shape], dict[
 class _ArrayEntry(Entry):
     store: _ArrayStore
     path: str
-    where: Slice
+    index: tuple[int, ...]
 
     def read_into(self, destination: Tensor) -> None:
-        convert, index = self.where.convert, self.where.index
-        size = math.prod(self.shape) * self.dtype.itemsize
-        if index or size <= _BLOCK or convert is not _LAYOUTS["same"]:
-            destination.copy_(convert(self.store.read(self.path, index)))
+        convert, size = TABLE[self.path].convert, math.prod(self.shape) * self.dtype.itemsize
+        if self.index or size <= _BLOCK or convert is not _LAYOUTS["same"]:
+            destination.copy_(convert(self.store.read(self.path, self.index)))
             return
         rows = max(1, _BLOCK * self.shape[0] // size)
         for start in range(0, self.shape[0], rows):
             block = slice(start, min(start + rows, self.shape[0]))
             destination[block].copy_(self.store.read(self.path, (block,)))
+
+
+@contextlib.contextmanager
+def _name_errors(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise CheckpointError(
+            f"{what}: {error}. Some files of the checkpoint are damaged or were not copied; fetch "
+            "all of them again."
+        ) from error
 
 
 class _ArrayStore:
@@ -228,15 +221,11 @@ class _ArrayStore:
                 "Run: pip install 'piston[jax-weights]'"
             ) from error
         self._tensorstore, self._folder = tensorstore, folder
-        try:
+        self._open: tuple[str, Any] = ("", None)
+        with _name_errors(f"{folder} cannot be read as an Orbax checkpoint"):
             self._specs = self._list()
             opened = {path: tensorstore.open(spec) for path, spec in self._specs.items()}
             arrays = {path: opening.result() for path, opening in opened.items()}
-        except (ValueError, OSError) as error:
-            raise CheckpointError(
-                f"{folder} cannot be read as an Orbax checkpoint: {error}. Some of its files are "
-                "damaged or were not copied; fetch all of them again."
-            ) from error
         self.shapes: dict[str, Shape] = {path: array.shape for path, array in arrays.items()}
         stored = {path: array.dtype.name for path, array in arrays.items()}
         if bad := [f"{path} ({name})" for path, name in stored.items() if name not in _DTYPES]:
@@ -244,7 +233,12 @@ class _ArrayStore:
                 f"{folder} holds arrays of other dtypes than {', '.join(_DTYPES)}: {bad[0]}."
             )
         self.dtypes = {path: _DTYPES[name] for path, name in stored.items()}
-        self._open: tuple[str, Any] = ("", None)
+        # A chunk may be absent only where a fill value stands for it, unless all are written.
+        metadata = read_object(folder / _METADATA) if (folder / _METADATA).is_file() else {}
+        has_all_chunks = metadata.get("store_array_data_equal_to_fill_value") is True
+        for path, array in arrays.items():
+            may_fill = array.fill_value is not None and not has_all_chunks
+            self._specs[path]["fill_missing_data_reads"] = may_fill
 
     def _list(self) -> dict[str, dict[str, Any]]:
         """Return how each array is opened, by its path in the table."""
@@ -254,13 +248,13 @@ class _ArrayStore:
         specs: dict[str, dict[str, Any]] = {}
         for raw in sorted(self._tensorstore.KvStore.open(keys).result().list().result()):
             key, _, file = raw.decode().rpartition("/")
-            if file not in _METADATA_FILES:
+            if file not in _ZARR_FILES:
                 continue
             path = plain_path(key.replace(".", "/"))
             if path in specs:
                 raise ValueError(f"{path} is there twice, once under the key {key}")
             kvstore = {**keys, "path": f"{key}/" if is_database else f"{base['path']}{key}/"}
-            specs[path] = {"driver": _METADATA_FILES[file], "kvstore": kvstore}
+            specs[path] = {"driver": _ZARR_FILES[file], "kvstore": kvstore}
         return specs
 
     def read(self, path: str, index: tuple[int | slice, ...]) -> Tensor:
@@ -272,17 +266,12 @@ class _ArrayStore:
             "file_io_mode": {"mode": "memmap"},
         }
         never = {"recheck_cached_data": False, "recheck_cached_metadata": False}
-        try:
+        with _name_errors(f"{path} in {self._folder} cannot be read"):
             if self._open[0] != path:
                 self._open = ("", None)  # frees its memory first
                 opening = store.open(self._specs[path], context=store.Context(context), **never)
                 self._open = (path, opening.result())
             values = np.ascontiguousarray(self._open[1][index].read().result())
-        except (ValueError, OSError) as error:
-            raise CheckpointError(
-                f"{path} in {self._folder} cannot be read: {error}. Some files of the checkpoint "
-                "are damaged or were not copied; fetch all of them again."
-            ) from error
         if dtype == torch.bfloat16:  # which numpy itself does not have
             return torch.from_numpy(values.view(np.int16)).view(dtype)
         return torch.from_numpy(values)

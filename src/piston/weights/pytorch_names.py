@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from piston.weights.expected import CheckpointError
+from piston.weights.tensors import CheckpointError
 
 _PALIGEMMA = "paligemma_with_expert.paligemma.model."
 _VISION_TREE = f"{_PALIGEMMA}vision_tower.vision_model."
@@ -41,14 +41,11 @@ _GEMMA = {
     "layers.*.mlp.gate_proj": "layers.*.mlp.gate",
     "layers.*.mlp.up_proj": "layers.*.mlp.up",
     "layers.*.mlp.down_proj": "layers.*.mlp.down",
-    "layers.*.input_layernorm.dense": "layers.*.attention_norm.modulation",
-    "layers.*.post_attention_layernorm.dense": "layers.*.mlp_norm.modulation",
-    "norm.dense": "norm.modulation",
 }
-_GEMMA_SCALES = {
-    "layers.*.input_layernorm.weight": "layers.*.attention_norm.scale",
-    "layers.*.post_attention_layernorm.weight": "layers.*.mlp_norm.scale",
-    "norm.weight": "norm.scale",
+_GEMMA_NORMS = {
+    "layers.*.input_layernorm": "layers.*.attention_norm",
+    "layers.*.post_attention_layernorm": "layers.*.mlp_norm",
+    "norm": "norm",
 }
 # The same modules as in the JAX tree.
 SUFFIX = {
@@ -60,23 +57,24 @@ SUFFIX = {
     "time_mlp_in": "time_in",
     "time_mlp_out": "time_out",
 }
-_EXPERTS = {_VLM_TREE: "vlm.", _EXPERT_TREE: "action_expert."}
-_MODULES = [
-    *((_VISION_TREE + theirs, f"vision.{ours}") for theirs, ours in _VISION.items()),
-    (f"{_PALIGEMMA}multi_modal_projector.linear", "vision.head"),
-    *((tree + t, expert + ours) for tree, expert in _EXPERTS.items() for t, ours in _GEMMA.items()),
-    *((theirs, f"suffix.{ours}") for theirs, ours in SUFFIX.items()),
-]
 TABLE: dict[str, str] = {
     EMBEDDING: "vlm.embedding.weight",
     f"{_VISION_TREE}embeddings.position_embedding.weight": "vision.position_embedding",
-    **{f"{theirs}.{leaf}": f"{o}.{leaf}" for theirs, o in _MODULES for leaf in ("weight", "bias")},
-    **{tree + t: e + ours for tree, e in _EXPERTS.items() for t, ours in _GEMMA_SCALES.items()},
 }
+_modules = {f"{_PALIGEMMA}multi_modal_projector.linear": "vision.head"}
+_modules |= {_VISION_TREE + theirs: f"vision.{ours}" for theirs, ours in _VISION.items()}
+_modules |= {theirs: f"suffix.{ours}" for theirs, ours in SUFFIX.items()}
+for _tree, _expert in {_VLM_TREE: "vlm.", _EXPERT_TREE: "action_expert."}.items():
+    _modules |= {_tree + theirs: _expert + ours for theirs, ours in _GEMMA.items()}
+    for _theirs, _ours in _GEMMA_NORMS.items():
+        _modules[f"{_tree}{_theirs}.dense"] = f"{_expert}{_ours}.modulation"
+        TABLE[f"{_tree}{_theirs}.weight"] = f"{_expert}{_ours}.scale"
+for _leaf in (".weight", ".bias"):
+    TABLE |= {theirs + _leaf: ours + _leaf for theirs, ours in _modules.items()}
 
 _NO_VOCABULARY = "the action expert has no vocabulary, so this is never used"
 _STATISTICS = "statistics of a data set, which belong in norm_stats.json"
-_TIED = "the output head is tied to the embedding table, which is kept once"
+TIED = "the output head is tied to the embedding table, which is kept once"
 # Beginnings of names that are deliberately not used, with the reason.
 _DROPPED = {
     "paligemma_with_expert.gemma_expert.lm_head.weight": _NO_VOCABULARY,
@@ -98,40 +96,32 @@ _OLDER_TREE = {
 class Translation(NamedTuple):
     """Foreign names that are used, deliberately dropped, or unknown."""
 
-    format: str
     used: dict[str, str]  # our name → foreign name
     dropped: dict[str, str]  # foreign name → reason
     unknown: list[str]
-    # The foreign name of a stored output head, which must equal the embedding table.
-    output_head: str | None
 
 
 def translate(names: Iterable[str]) -> Translation:
     """Sort foreign names; every one is in exactly one of the three groups."""
     plain = {name: _plain(name) for name in sorted(names)}
-    prefixed = any(name.startswith("model.") for name in plain)
-    found = Translation("lerobot" if prefixed else "openpi-pytorch", {}, {}, [], None)
-    has_embedding = EMBEDDING in plain.values()
+    found = Translation({}, {}, [])
+    # The output head may be stored beside the table that it is tied to, or alone.
+    dropped = {**_DROPPED, OUTPUT_HEAD: TIED} if EMBEDDING in plain.values() else _DROPPED
     for name, known in plain.items():
-        reason = next((why for start, why in _DROPPED.items() if known.startswith(start)), None)
-        if known == OUTPUT_HEAD and has_embedding:
-            found, reason = found._replace(output_head=name), _TIED
-        if reason is not None:
-            found.dropped[name] = reason
-            continue
-        # The tied table may be stored under the name of the output head only.
+        reason = next((why for start, why in dropped.items() if known.startswith(start)), None)
         layer = re.search(r"(?<=\.layers\.)\d+(?=\.)", known)
         template = known if layer is None else f"{known[: layer.start()]}*{known[layer.end() :]}"
         ours = TABLE.get(EMBEDDING if known == OUTPUT_HEAD else template)
-        if ours is None:
+        if reason is not None:
+            found.dropped[name] = reason
+        elif ours is None:
             found.unknown.append(name)
-            continue
-        ours = ours if layer is None else ours.replace("*", layer[0])
-        if ours in found.used:
-            raise CheckpointError(
-                f"{found.used[ours]} and {name} both are {ours}. Remove one of them from the file."
-            )
-        found.used[ours] = name
+        else:
+            ours = ours if layer is None else ours.replace("*", layer[0])
+            if ours in found.used:
+                both = f"{found.used[ours]} and {name}"
+                raise CheckpointError(f"{both} both are {ours}. Remove one of them from the file.")
+            found.used[ours] = name
     return found
 
 

@@ -22,8 +22,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from piston.files import read_json_object
 from piston.progress import Progress, no_progress
-from piston.weights.expected import CheckpointError, Shape
+
+Shape = tuple[int, ...]
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -40,6 +42,19 @@ DTYPES: dict[str, torch.dtype] = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CHUNK = 2**24  # bytes that are read or written at once
 _ALIGNMENT = 64  # of the first tensor, for readers that map the file
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be read, or is none."""
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object; anything else is a CheckpointError that names the file."""
+    try:
+        return read_json_object(path)
+    except ValueError as error:
+        found = str(error).removesuffix(".")
+        raise CheckpointError(f"{found}. It is damaged; fetch or write it again.") from error
 
 
 @dataclasses.dataclass(frozen=True)
