@@ -6,8 +6,11 @@ import shutil
 
 import pytest
 
+from piston.data import check_dataset, open_dataset
+from piston.data.convert import convert_to_v30
 from piston.data.format import Metadata, lerobot_home, locate
 
+from .opened_files import count_opened
 from .synthetic import FPS, Folder
 
 TOP = "observation.images.top"
@@ -141,6 +144,13 @@ def test_wrong_totals_are_reported_and_not_used(tmp_path):
         ({"fps": None}, "fps is None"),
         ({"features": None}, "declares no features"),
         ({"data_path": "data/{episode}.parquet"}, "data_path.*cannot be filled in"),
+        ({"data_path": "data/{episode_index[0]}.parquet"}, "data_path.*cannot be filled in"),
+        ({"data_path": "data/{episode_index.real}.parquet"}, "data_path.*cannot be filled in"),
+        ({"data_path": "data/{"}, "data_path.*cannot be filled in"),
+        ({"data_path": ["data"]}, "data_path.*cannot be filled in"),
+        ({"video_path": "videos/{video_key:d}.mp4"}, "video_path.*cannot be filled in"),
+        ({"chunks_size": [1000]}, r"chunks_size is \[1000\]"),
+        ({"chunks_size": -1}, "chunks_size is -1"),
     ],
 )
 def test_what_leaves_nothing_to_read_is_an_error(tmp_path, changes, message):
@@ -177,6 +187,42 @@ def test_a_template_of_ones_own_is_followed(tmp_path):
     metadata = Metadata.read(folder.root)
     assert metadata.episodes[0].data_path == "data/all/episode_000000.parquet"
     assert metadata.problems == ()
+
+
+@pytest.mark.parametrize("version", ["v2.1", "v3.0"])
+@pytest.mark.parametrize("absolute", [False, True])
+@pytest.mark.parametrize("part", ["data", "video"])
+def test_no_path_leads_outside_the_set(tmp_path, version, absolute, part):
+    folder = Folder(tmp_path / "set", version, lengths=(4,))
+    witness = tmp_path / "outside" / ("0.parquet" if part == "data" else "0.mp4")
+    witness.parent.mkdir()
+    inside = folder.data_path(0) if part == "data" else folder.video_path(0)
+    inside.rename(witness)  # a reader that went there would succeed
+    before = witness.read_bytes(), witness.stat().st_mtime_ns
+    number = "{episode_index}" if version == "v2.1" else "{file_index}"
+    above = tmp_path if absolute else f"{part}/x/../../.."
+    folder.edit_info(**{f"{part}_path": f"{above}/outside/{number}{witness.suffix}"})
+    with count_opened(witness.parent) as opened:
+        for use in (
+            Metadata.read,
+            lambda root: Metadata.read(root, files=False),
+            open_dataset,
+            check_dataset,
+            lambda root: convert_to_v30(root, tmp_path / "new", skip_broken=True),
+        ):
+            with pytest.raises(ValueError, match=f"{part}_path is .* a path inside the set"):
+                use(folder.root)
+    assert opened == {}
+    assert (witness.read_bytes(), witness.stat().st_mtime_ns) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["outside", "set"]
+
+
+def test_a_cameras_name_does_not_lead_outside_the_set(tmp_path):
+    folder = Folder(tmp_path / "set")
+    features = json.loads((folder.root / "meta/info.json").read_text())["features"]
+    folder.edit_info(features={**features, "../../../outside": features[TOP]})
+    with pytest.raises(ValueError, match="video_path is .* a path inside"):
+        Metadata.read(folder.root)
 
 
 def test_local_places_come_before_the_hub(tmp_path, monkeypatch):

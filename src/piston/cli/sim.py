@@ -16,8 +16,7 @@ from typing import Annotated, Literal
 import tyro
 
 from piston.cli.console import console, table
-from piston.data.format import read_info
-from piston.data.writer import INFO
+from piston.data.format import INFO, read_info
 from piston.files import json_line
 from piston.progress import ProgressBar
 from piston.signals import exit_on_sigterm

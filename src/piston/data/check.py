@@ -57,7 +57,6 @@ class Findings:
     metadata: Metadata
     cameras: tuple[str, ...]
     problems: tuple[Problem, ...]
-    stored: frozenset[str]  # columns to take from the data files
     data: DataRows
     headers: Mapping[str, Header]
 
@@ -78,10 +77,10 @@ def inspect_files(
     data = read_rows(metadata, episodes)
     problems = list(metadata.problems)
     problems += [episode_problem(i, what) for i, what in sorted(data.unreadable.items())]
-    stored, missing = _stored_columns(metadata, episodes, data.names)
-    problems += missing
-    features = metadata.features
-    there = [c for c in metadata.cameras if features[c].dtype == "video" or c in stored]
+    problems += _missing_columns(metadata, episodes, data)
+    there = [
+        c for c in metadata.cameras if metadata.features[c].dtype == "video" or c in data.stored
+    ]
     if isinstance(cameras, str):
         raise TypeError(f"cameras is the text {cameras!r}; expected a list: [{cameras!r}].")
     chosen = tuple(there if cameras is None else cameras)
@@ -99,38 +98,34 @@ def inspect_files(
     for episode, camera, span in spans:
         if what := _damage(headers[span.path], span.start, episode.length, metadata.fps):
             problems.append(episode_problem(episode.index, f"{span.path}: {what}", camera))
-    return Findings(metadata, chosen, tuple(problems), stored, data, headers)
+    return Findings(metadata, chosen, tuple(problems), data, headers)
 
 
-def _stored_columns(
-    metadata: Metadata, episodes: Sequence[Episode], names: Mapping[str, frozenset[str]]
-) -> tuple[frozenset[str], list[Problem]]:
+def _missing_columns(
+    metadata: Metadata, episodes: Sequence[Episode], data: DataRows
+) -> Iterator[Problem]:
     """Ignore a feature that no file has; leave out the episodes of files that lack another one."""
-    if not names:
-        return frozenset(), []
-    some, everywhere = frozenset.union(*names.values()), frozenset.intersection(*names.values())
-    features, problems = metadata.features, []
+    if not data.names:
+        return
+    features, everywhere = metadata.features, frozenset.intersection(*data.names.values())
     for key in dict.fromkeys((*features, *DERIVED)):
         if key in everywhere or (key in features and features[key].dtype == "video"):
             continue
         if key in DERIVED:
             declared = "not" if key in features else "neither declared nor"
             what = f"{declared} in every data file"
-            problems.append(Problem("note", key, what, "computed from the list of episodes"))
-        elif key in some:
+            yield Problem("note", key, what, "computed from the list of episodes")
+        elif key in data.stored:
             what = f"its data file has no column {key!r}, others have"
-            problems += [
-                episode_problem(episode.index, what, key if features[key].is_camera else None)
-                for episode in episodes
-                if key not in names.get(episode.data_path, {key})
-            ]
+            for episode in episodes:
+                if key not in data.names.get(episode.data_path, {key}):
+                    camera = key if features[key].is_camera else None
+                    yield episode_problem(episode.index, what, camera)
         elif features[key].is_camera:
-            problems.append(Problem("warning", key, "declared, in no data file", CAMERA_IGNORED))
+            yield Problem("warning", key, "declared, in no data file", CAMERA_IGNORED)
         else:
             consequence = "items lack it: training that uses it is not possible"
-            problems.append(Problem("error", key, "declared, in no data file", consequence))
-    partly = (some - everywhere) & features.keys() - set(DERIVED)
-    return everywhere | partly, problems
+            yield Problem("error", key, "declared, in no data file", consequence)
 
 
 def _shared_frames(metadata: Metadata, cameras: Iterable[str]) -> Iterator[Problem]:
@@ -192,8 +187,10 @@ def check_dataset(
     for episode in episodes:
         rows = findings.data.rows[episode.index]
         problems += _unlike_others(metadata, episode, rows, first)
-        for severity, what, consequence in _row_problems(metadata, episode, rows):
-            problems.append(_problem(severity, episode, what, consequence))
+        names = findings.data.names[episode.data_path]
+        stored = {key: array for key, array in rows.items() if key in names}
+        for severity, what, consequence in _row_problems(metadata, episode, stored):
+            problems.append(episode_problem(episode.index, what, None, consequence, severity))
         count(episode.length)
     problems += _frame_problems(findings, filmed, count)
     reasons = []
@@ -223,13 +220,6 @@ def readable_cameras(metadata: Metadata, problems: Iterable[Problem]) -> list[st
     """Return the cameras that have files."""
     ignored = {problem.where for problem in problems if problem.consequence == CAMERA_IGNORED}
     return [camera for camera in metadata.cameras if camera not in ignored]
-
-
-def _problem(
-    severity: Severity, episode: Episode, what: str, consequence: str, camera: str | None = None
-) -> Problem:
-    where = f"episode {episode.index}" + (f", {camera}" if camera else "")
-    return Problem(severity, where, what, consequence, episode.index, camera)
 
 
 def _unused_files(metadata: Metadata) -> Iterator[Problem]:
@@ -262,7 +252,7 @@ def _unlike_others(
                 yield Problem("warning", key, what, "the shape in the files is used")
         elif not fits(array, before):
             what = f"{found}, in other files {before.dtype}{list(before.shape[1:])}"
-            yield _problem("error", episode, what, STOPS)
+            yield episode_problem(episode.index, what, None, STOPS, "error")
 
 
 def _row_problems(
@@ -333,14 +323,16 @@ def _frame_problems(
     for episode, camera in filmed:
         by_file[episode.file_of(camera)].append((episode, camera))
 
-    def check_file(path: str) -> list[Problem]:
-        inside, reader, problems = by_file[path], None, list[Problem]()
+    def check_file(path: str) -> Iterator[Problem]:
+        inside, reader = by_file[path], None
         if path in findings.headers:  # else the images are in the rows of a data file
             try:
                 reader = VideoReader(metadata.root / path)
             except VideoError as error:
-                return [_problem("error", e, str(error), STOPS, camera) for e, camera in inside]
-            problems += _unlike_declared(findings, reader, path, inside)
+                for episode, camera in inside:
+                    yield episode_problem(episode.index, str(error), camera, STOPS, "error")
+                return
+            yield from _unlike_declared(findings, reader, path, inside)
         for episode, camera in inside:
             steps, black, number = np.arange(episode.length), [], 0
             if reader is not None:
@@ -352,25 +344,24 @@ def _frame_problems(
             try:
                 for number, frame in enumerate(frames, 1):
                     if stopped.is_set():
-                        return problems
+                        return
                     if frame.max() <= BLACK:
                         black.append(number - 1)
                     count(1)
             except ValueError as error:
                 count(episode.length - number)
                 what = f"frame {number}: {error}"
-                problems.append(_problem("error", episode, what, STOPS, camera))
+                yield episode_problem(episode.index, what, camera, STOPS, "error")
             else:
                 if black:
                     what = f"{len(black)} of {episode.length} frames are black: {_ranges(black)}"
-                    consequence = "they are used as they are"
-                    problems.append(_problem("warning", episode, what, consequence, camera))
+                    yield episode_problem(episode.index, what, camera, "they are used as they are")
         if reader is not None:
             reader.close()
-        return problems
 
     with worker_threads() as (pool, stopped):
-        return [problem for problems in pool.map(check_file, by_file) for problem in problems]
+        found = pool.map(lambda path: list(check_file(path)), by_file)
+        return list(itertools.chain.from_iterable(found))
 
 
 def _unlike_declared(

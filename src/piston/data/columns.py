@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import io
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,14 @@ class DataRows:
     """What data files hold of some episodes, images excluded."""
 
     names: dict[str, frozenset[str]]  # path of a file that can be read → all its columns
-    rows: dict[int, Columns]  # by episode, as are the others
+    rows: dict[int, Columns]  # by episode, as are the others; derived columns are never missing
     first_rows: dict[int, int]  # where an episode begins in its file
     unreadable: dict[int, str]  # why the rows of an episode are not there
+
+    @property
+    def stored(self) -> frozenset[str]:
+        """The columns that at least one file has."""
+        return frozenset().union(*self.names.values())
 
 
 def read_rows(metadata: Metadata, episodes: Iterable[Episode]) -> DataRows:
@@ -78,48 +83,52 @@ def _read_file(found: DataRows, metadata: Metadata, path: str, episodes: Sequenc
         whole = arrays(table)
     except ValueError:  # in whose rows?
         whole = None
-    for index, place in _find_rows(metadata, path, episodes, table, found.unreadable).items():
-        found.first_rows[index] = place.start
-        try:
-            if whole is None:
-                found.rows[index] = arrays(table.slice(place.start, place.stop - place.start))
-            else:
-                found.rows[index] = {key: array[place] for key, array in whole.items()}
-        except ValueError as error:
-            found.unreadable[index] = str(error)
-
-
-def _find_rows(
-    metadata: Metadata,
-    path: str,
-    episodes: Sequence[Episode],
-    table: pa.Table,
-    unreadable: dict[int, str],
-) -> dict[int, slice]:
-    """Return which rows of a file belong to which episode; note why others have none."""
-    if metadata.version != "v3.0":
-        owners = np.full(len(table), episodes[0].index)
-    elif "episode_index" in table.column_names:
-        owners = table["episode_index"].to_numpy()
-    else:
-        inside = [episode for episode in metadata.episodes if episode.data_path == path]
-        inside.sort(key=lambda episode: episode.start)
-        owners = np.repeat([e.index for e in inside], [e.length for e in inside])
+    owners = _owners(metadata, episodes, table)
     numbers, firsts, counts = np.unique(owners, return_index=True, return_counts=True)
-    found = dict(zip(numbers.tolist(), zip(firsts.tolist(), counts.tolist())))
-    places = {}
+    places = dict(zip(numbers.tolist(), zip(firsts.tolist(), counts.tolist())))
     for episode in episodes:
-        start, count = found.get(episode.index, (0, 0))
+        start, count = places.get(episode.index, (0, 0))
         place = slice(start, start + episode.length)
-        if count != episode.length or len(owners) != len(table):
-            known = count if len(owners) == len(table) else "an unknown number of"
-            what = f"{path} has {known} rows of it, listed are {episode.length}"
-            unreadable[episode.index] = what
-        elif (owners[place] != episode.index).any():
-            unreadable[episode.index] = f"{path}: its rows are mixed with those of other episodes"
-        else:
-            places[episode.index] = place
-    return places
+        try:
+            if count != episode.length or len(owners) != len(table):
+                known = count if len(owners) == len(table) else "an unknown number of"
+                raise ValueError(f"{path} has {known} rows of it, listed are {episode.length}")
+            if (owners[place] != episode.index).any():
+                raise ValueError(f"{path}: its rows are mixed with those of other episodes")
+            if whole is None:
+                rows = arrays(table.slice(start, episode.length))
+            else:
+                rows = {key: array[place] for key, array in whole.items()}
+        except ValueError as error:
+            found.unreadable[episode.index] = str(error)
+            continue
+        found.first_rows[episode.index] = start
+        derived = {} if rows.keys() >= set(DERIVED) else _derive(metadata, episode)
+        found.rows[episode.index] = derived | rows
+
+
+def _owners(metadata: Metadata, episodes: Sequence[Episode], table: pa.Table) -> np.ndarray:
+    """Return the episode of each row of a file, as far as that is known."""
+    if metadata.version != "v3.0":
+        return np.full(len(table), episodes[0].index)
+    if "episode_index" in table.column_names:
+        return table["episode_index"].to_numpy()
+    inside = [one for one in metadata.episodes if one.data_path == episodes[0].data_path]
+    inside.sort(key=lambda episode: episode.start)
+    return np.repeat([e.index for e in inside], [e.length for e in inside])
+
+
+def _derive(metadata: Metadata, episode: Episode) -> Columns:
+    steps = np.arange(episode.length)
+    numbers = {text: number for number, text in metadata.tasks.items()}
+    task = numbers.get(episode.tasks[0], -1) if episode.tasks else -1
+    return {
+        "timestamp": (steps / metadata.fps).astype(np.float32),
+        "frame_index": steps,
+        "episode_index": np.full(episode.length, episode.index),
+        "index": steps + episode.start,
+        "task_index": np.full(episode.length, task),
+    }
 
 
 def to_array(column: pa.ChunkedArray, shape: tuple[int, ...], path: Any, key: str) -> np.ndarray:
@@ -144,58 +153,33 @@ def to_array(column: pa.ChunkedArray, shape: tuple[int, ...], path: Any, key: st
     return array.reshape(len(column), *(shape if flat else sizes))
 
 
-def join_columns(
-    metadata: Metadata, episodes: Sequence[Episode], stored: Collection[str], rows: DataRows
-) -> Columns:
-    """Take the columns of these episodes out of `rows`; return them read-only, derived ones last.
+def join_columns(metadata: Metadata, episodes: Sequence[Episode], data: DataRows) -> Columns:
+    """Take the columns of these episodes out of `data`; return them read-only, derived ones last.
 
-    `stored` names the columns that the files have. Derived ones that they lack are computed.
+    What is taken is removed there, so that nothing is in memory twice.
     """
-    features = metadata.features.values()
-    declared = [f.name for f in features if not f.is_camera and f.name not in DERIVED]
-    derived = {} if set(DERIVED) <= set(stored) else _derive(metadata, episodes)
-    columns = {}
-    for key in (*(name for name in declared if name in stored), *DERIVED):
-        columns[key] = _join(key, episodes, rows) if key in stored else derived[key]
+    rows, columns = [data.rows[episode.index] for episode in episodes], Columns()
+    declared = [key for key in metadata.features if key in rows[0] and key not in DERIVED]
+    for key in (*declared, *DERIVED):
+        pieces = [one.pop(key) for one in rows]
+        first = pieces[0]
+        for episode, found in zip(episodes, pieces):
+            if not fits(found, first):
+                raise EpisodeError(
+                    f"{episode.data_path}: {key} is {found.dtype}{list(found.shape[1:])}, in the "
+                    f"files before it is {first.dtype}{list(first.shape[1:])}. Write the file "
+                    f"again, or leave out episode {episode.index}.",
+                    episode.index,
+                )
+        columns[key] = np.concatenate(pieces, dtype=first.dtype, casting="same_kind")
         columns[key].flags.writeable = False
     return columns
-
-
-def _join(key: str, episodes: Sequence[Episode], rows: DataRows) -> np.ndarray:
-    first = rows.rows[episodes[0].index][key]
-    pieces = []
-    for episode in episodes:
-        # Removed from what was read, so that nothing is in memory twice.
-        found = rows.rows[episode.index].pop(key)
-        if not fits(found, first):
-            raise EpisodeError(
-                f"{episode.data_path}: {key} is {found.dtype}{list(found.shape[1:])}, in the "
-                f"files before it is {first.dtype}{list(first.shape[1:])}. Write the file "
-                f"again, or leave out episode {episode.index}.",
-                episode.index,
-            )
-        pieces.append(found)
-    return np.concatenate(pieces, dtype=first.dtype, casting="same_kind")
 
 
 def fits(rows: np.ndarray, column: np.ndarray) -> bool:
     """Return whether rows can be appended to a column."""
     same_shape = rows.shape[1:] == column.shape[1:]
     return same_shape and np.can_cast(rows.dtype, column.dtype, "same_kind")
-
-
-def _derive(metadata: Metadata, episodes: Sequence[Episode]) -> Columns:
-    lengths = [episode.length for episode in episodes]
-    steps = np.concatenate([np.arange(length) for length in lengths])
-    numbers = {text: number for number, text in metadata.tasks.items()}
-    tasks = [numbers.get(episode.tasks[0], -1) if episode.tasks else -1 for episode in episodes]
-    return {
-        "timestamp": (steps / metadata.fps).astype(np.float32),
-        "frame_index": steps,
-        "episode_index": np.repeat([episode.index for episode in episodes], lengths),
-        "index": steps + np.repeat([episode.start for episode in episodes], lengths),
-        "task_index": np.repeat(tasks, lengths),
-    }
 
 
 class ImageRows:

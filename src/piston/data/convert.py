@@ -22,7 +22,7 @@ import dataclasses
 import importlib
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,17 +36,15 @@ from piston.data.columns import decode_image, image_bytes
 from piston.data.dataset import LeRobotDataset
 from piston.data.features import (
     BOOKKEEPING,
-    IMAGE_DTYPES,
     IMAGE_NAMES,
     EpisodeStats,
     Features,
     FrameError,
     frame_histogram,
     image_stats,
-    keys_of,
     sampled_frames,
 )
-from piston.data.format import Episode, Metadata
+from piston.data.format import CAMERA_DTYPES, Episode, Feature, Metadata, keys_of
 from piston.data.recorder import Recorder, VideoEncoding, encode_video
 from piston.data.video import TOLERANCE_S, probe_video
 from piston.data.writer import RECORDING, DatasetWriter, NewEpisode, new_info
@@ -56,6 +54,7 @@ from piston.progress import Progress, no_progress
 logger = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
+Entries = dict[str, dict[str, Any]]  # "features" of info.json
 
 # Codecs that every reader of LeRobot sets can decode.
 KEPT_CODECS = ("av1", "h264", "hevc", "mpeg4", "vp9")
@@ -123,7 +122,7 @@ def convert_to_v30(
             f"{source}: all episodes name their tasks, --task {task!r} would have no effect: "
             "leave it out"
         )
-    features, done.ignored = _target_features(metadata, kept, findings.stored)
+    features, done.ignored = _target_features(metadata, kept, findings.data.stored)
     stats = {} if recompute_image_stats else _stored_image_stats(metadata, features)
     encoding = VideoEncoding.choose(codec)
 
@@ -214,21 +213,20 @@ def _target_features(
             ignored.append(key)
             logger.warning("%s: feature %r is declared but has no data", root, key)
             continue
-        shape = list(feature.shape) or [1]
-        features[key] = {"dtype": feature.dtype, "shape": shape, "names": feature.names}
+        features[key] = Feature(key, feature.dtype, feature.shape or (1,), feature.names)
         if feature.dtype != "video":
             continue
         if feature.video.get("video.is_depth_map"):
             raise ValueError(f"{root}: {key} is a depth video, which cannot be converted")
         info, _ = probe_video(root / kept[0].videos[key].path, metadata.fps)
-        found = [info["video.height"], info["video.width"], 3]
-        if sorted(shape) != sorted(found):
+        found = (info["video.height"], info["video.width"], 3)
+        if sorted(feature.shape) != sorted(found):
             logger.warning(
                 "%s: %s is declared as %s, its frames are %s; the new set declares these",
-                *(root, key, shape, found),
+                *(root, key, list(feature.shape), list(found)),
             )
-            features[key] |= {"shape": found, "names": IMAGE_NAMES}
-    return features | {key: dict(entry) for key, entry in BOOKKEEPING.items()}, tuple(ignored)
+            features[key] = Feature(key, "video", found, IMAGE_NAMES)
+    return features | BOOKKEEPING, tuple(ignored)
 
 
 def _stored_image_stats(metadata: Metadata, features: Features) -> dict[int, EpisodeStats]:
@@ -239,7 +237,7 @@ def _stored_image_stats(metadata: Metadata, features: Features) -> dict[int, Epi
             found: Any = row
             stored[found["episode_index"]] = {
                 key: {name: np.array(found["stats"][key][name]) for name in CARRIED_STATS}
-                for key in keys_of(features, *IMAGE_DTYPES)
+                for key in keys_of(features, *CAMERA_DTYPES)
             }
     return stored if all(episode.index in stored for episode in metadata.episodes) else {}
 
@@ -248,9 +246,9 @@ def _columns(dataset: LeRobotDataset, features: Features) -> dict[str, Any]:
     """Return the columns of the only episode, images as encoded."""
     [episode], root = dataset.episodes, dataset.metadata.root
     columns: dict[str, Any] = {
-        key: _as_declared(dataset.column(key), entry, f"{episode.data_path}: {key}")
-        for key, entry in features.items()
-        if entry["dtype"] not in IMAGE_DTYPES and key not in BOOKKEEPING
+        key: _as_declared(dataset.column(key), feature, episode.data_path)
+        for key, feature in features.items()
+        if not feature.is_camera and key not in BOOKKEEPING
     }
     if keys := keys_of(features, "image"):
         try:
@@ -292,23 +290,24 @@ def _place_video(dataset: LeRobotDataset, camera: str, copy: Path, encoding: Vid
 
 def _image_stats(dataset: LeRobotDataset, features: Features) -> EpisodeStats:
     stats = {}
-    for key in keys_of(features, *IMAGE_DTYPES):
+    for key in keys_of(features, *CAMERA_DTYPES):
         images = (dataset.frame(row, [key])[key] for row in sampled_frames(len(dataset)))
         stats[key] = image_stats([frame_histogram(image) for image in images])
     return stats
 
 
-def _as_declared(values: np.ndarray, entry: Mapping[str, Any], where: str) -> np.ndarray:
+def _as_declared(values: np.ndarray, feature: Feature, path: str) -> np.ndarray:
     """Return a column with the declared shape and dtype; raise ValueError if it does not fit."""
-    if entry["dtype"] == "string":
+    if feature.dtype == "string":
         return values
-    shape, dtype = tuple(entry["shape"]), np.dtype(entry["dtype"])
-    if values[0].size != np.prod(shape) or not np.can_cast(values.dtype, dtype, "same_kind"):
+    dtype, where = np.dtype(feature.dtype), f"{path}: {feature.name}"
+    size = np.prod(feature.shape)
+    if values[0].size != size or not np.can_cast(values.dtype, dtype, "same_kind"):
         found = f"{values.dtype}{list(values.shape[1:])}"
-        raise ValueError(f"{where} is {found}, declared {dtype}{list(shape)}")
+        raise ValueError(f"{where} is {found}, declared {feature}")
     if len(bad := bad_rows(values)):
         raise ValueError(f"{where} is NaN or infinite in row {bad[0]}")
-    return values.astype(dtype).reshape(len(values), *shape)
+    return values.astype(dtype).reshape(len(values), *feature.shape)
 
 
 def convert_aloha_hdf5(
@@ -329,11 +328,11 @@ def convert_aloha_hdf5(
     `task` is the sentence for all episodes, or a function that returns it for a file. `bgr` says
     that images hold blue first. `images` is "video", or "image" for lossless PNG.
     """
-    if images not in IMAGE_DTYPES:
+    if images not in CAMERA_DTYPES:
         raise ValueError(f'images must be "video" or "image", found {images!r}')
     files = episode_files(source)
     _check_target(target, files)
-    features: Features = {}
+    features: Entries = {}
     episodes: list[tuple[str, int, Path]] = []
     done = Conversion(Path(target))
 
@@ -398,9 +397,9 @@ def _hdf5_name(key: str) -> str:
     return STATES.get(key) or f"observations/images/{key.removeprefix(CAMERA)}"
 
 
-def _hdf5_features(file: Any, images: str) -> Features:
+def _hdf5_features(file: Any, images: str) -> Entries:
     """Return what the file holds, cameras first."""
-    features: Features = {}
+    features: Entries = {}
     for camera in sorted(file.get("observations/images", ())):
         height, width, _ = _hdf5_image(file[_hdf5_name(CAMERA + camera)], 0).shape
         features[CAMERA + camera] = {"dtype": images, "shape": (height, width, 3)}
@@ -417,7 +416,7 @@ def _hdf5_features(file: Any, images: str) -> Features:
     return features
 
 
-def _hdf5_length(file: Any, features: Features) -> int:
+def _hdf5_length(file: Any, features: Entries) -> int:
     """Return the number of steps. Raise ValueError if the file lacks something."""
     lengths = {}
     for key, entry in features.items():
@@ -434,7 +433,7 @@ def _hdf5_length(file: Any, features: Features) -> int:
     return lengths["action"]
 
 
-def _hdf5_frames(file: Any, features: Features, bgr: bool) -> Iterator[dict[str, np.ndarray]]:
+def _hdf5_frames(file: Any, features: Entries, bgr: bool) -> Iterator[dict[str, np.ndarray]]:
     try:
         states = {k: file[STATES[k]][:].astype(np.float32) for k in features if k in STATES}
         cameras = {key: file[_hdf5_name(key)] for key in features if key not in STATES}

@@ -74,7 +74,7 @@ class LeRobotDataset(Sequence[dict[str, Any]]):
         self, findings: Findings, episodes: Sequence[Episode], offsets: Mapping[str, np.ndarray]
     ) -> None:
         self.metadata, self.cameras = findings.metadata, findings.cameras
-        self._columns = join_columns(self.metadata, episodes, findings.stored, findings.data)
+        self._columns = join_columns(self.metadata, episodes, findings.data)
         self._set_episodes(episodes)
         # Where an episode begins in the columns, and in its data file.
         starts = self.episode_bounds[:, 0].tolist()

@@ -11,6 +11,7 @@ Images: per channel, scaled to 0..1, over a sample of the frames (see `sampled_f
 is not known while recording, so a histogram of every frame is kept.
 """
 
+import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -19,10 +20,9 @@ import numpy as np
 import pyarrow as pa
 from jaxtyping import Int, Shaped, UInt8
 
-from piston.data.format import DERIVED
+from piston.data.format import CAMERA_DTYPES, DERIVED, Feature
 
-# "features" of info.json: {"dtype": ..., "shape": [...], "names": ...} by name
-Features = dict[str, dict[str, Any]]
+Features = dict[str, Feature]
 # The statistics of one feature by name: "mean", "q01", ...
 FeatureStats = dict[str, np.ndarray]
 EpisodeStats = dict[str, FeatureStats]
@@ -31,14 +31,11 @@ NUMERIC_DTYPES = (
     *("float16", "float32", "float64", "bool"),
     *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
 )
-IMAGE_DTYPES = ("video", "image")
 IMAGE_NAMES = ["height", "width", "channels"]
 # Columns that the writer fills in itself, in LeRobot's order.
 BOOKKEEPING: Features = {
-    key: {"dtype": "float32" if key == "timestamp" else "int64", "shape": [1], "names": None}
-    for key in DERIVED
+    key: Feature(key, "float32" if key == "timestamp" else "int64", (1,)) for key in DERIVED
 }
-_CARRIED = ("info", "fps")  # LeRobot's own tools add these to an entry; they are kept, not used
 
 QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
 STAT_NAMES = ("min", "max", "mean", "std", "count", *QUANTILES)
@@ -51,52 +48,40 @@ class FrameError(ValueError):
     """A frame does not match the declared features; the message names the key."""
 
 
-def declare_features(features: Mapping[str, Mapping[str, Any]]) -> Features:
-    """Return the entries of info.json, bookkeeping last. Raise ValueError if one is impossible."""
-    declared: Features = {}
-    for key, entry in features.items():
-        if key not in BOOKKEEPING:
-            declared[key] = _declare(key, entry)
-        elif frame_type(entry) != frame_type(BOOKKEEPING[key]):
+def declare_features(entries: Mapping[str, Mapping[str, Any]]) -> Features:
+    """Return the features, bookkeeping last. Raise ValueError if one cannot be recorded."""
+    features = {key: _declare(key, entry) for key, entry in entries.items()}
+    for key in features.keys() & BOOKKEEPING.keys():
+        if str(features[key]) != str(BOOKKEEPING[key]):
             raise ValueError(
-                f"feature {key!r} is filled in by the recorder as {frame_type(BOOKKEEPING[key])}, "
-                f"found {frame_type(entry)}: remove it or choose another name"
+                f"feature {key!r} is filled in by the recorder as {BOOKKEEPING[key]}, found "
+                f"{features[key]}: remove it or choose another name"
             )
+    declared = {key: one for key, one in features.items() if key not in BOOKKEEPING}
     if not declared:
         raise ValueError("no features: declare at least one, such as 'observation.state'")
-    return declared | {key: dict(entry) for key, entry in BOOKKEEPING.items()}
+    return declared | BOOKKEEPING
 
 
-def _declare(key: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+def _declare(key: str, entry: Mapping[str, Any]) -> Feature:
     if not key or "/" in key:
         raise ValueError(f"feature name {key!r}: it must not be empty or contain '/' (use '.')")
-    if set(entry) - {"dtype", "shape", "names", *_CARRIED} or not {"dtype", "shape"} <= set(entry):
+    # LeRobot's own tools add "info" and "fps".
+    if not {"dtype", "shape"} <= set(entry) <= {"dtype", "shape", "names", "info", "fps"}:
         raise ValueError(
             f"feature {key!r} needs 'dtype' and 'shape', may have 'names'; found {sorted(entry)}"
         )
-    dtype, shape, names = entry["dtype"], [int(s) for s in entry["shape"]], entry.get("names")
-    if dtype not in NUMERIC_DTYPES + IMAGE_DTYPES:
-        allowed = ", ".join(IMAGE_DTYPES + NUMERIC_DTYPES)
-        raise ValueError(f"feature {key!r}: dtype {dtype!r} is not one of {allowed}")
+    feature = Feature.parse(key, {**entry, "shape": list(entry["shape"])})
+    if feature.dtype not in NUMERIC_DTYPES + CAMERA_DTYPES:
+        allowed = ", ".join(CAMERA_DTYPES + NUMERIC_DTYPES)
+        raise ValueError(f"feature {key!r}: dtype {feature.dtype!r} is not one of {allowed}")
+    shape = list(feature.shape)
     if not 1 <= len(shape) <= 5 or min(shape) < 1:
         raise ValueError(f"feature {key!r}: shape {shape} needs one to five positive sizes")
-    if dtype in IMAGE_DTYPES:
-        if len(shape) != 3 or shape[2] != 3:
-            raise ValueError(f"feature {key!r}: images are (height, width, 3), found shape {shape}")
-        names = names or IMAGE_NAMES
-    names = list(names) if isinstance(names, tuple) else names  # as JSON has them
-    carried = {name: entry[name] for name in _CARRIED if name in entry}
-    return {"dtype": dtype, "shape": shape, "names": names, **carried}
-
-
-def frame_type(entry: Mapping[str, Any]) -> str:
-    """Return what decides which values fit a feature, such as float32[14]."""
-    return f"{entry['dtype']}{list(entry['shape'])}"
-
-
-def keys_of(features: Features, *dtypes: str) -> list[str]:
-    """Return the features of these types. "video": in files of their own, "image": PNG in rows."""
-    return [key for key, entry in features.items() if entry["dtype"] in dtypes]
+    if feature.is_camera and (len(shape) != 3 or shape[2] != 3):
+        raise ValueError(f"feature {key!r}: images are (height, width, 3), found shape {shape}")
+    names = feature.names or (IMAGE_NAMES if feature.is_camera else None)
+    return dataclasses.replace(feature, names=names)
 
 
 def check_frame(frame: Mapping[str, Any], features: Features) -> dict[str, np.ndarray]:
@@ -109,9 +94,9 @@ def check_frame(frame: Mapping[str, Any], features: Features) -> dict[str, np.nd
     return {key: _check_value(key, frame[key], features[key]) for key in expected}
 
 
-def _check_value(key: str, value: Any, entry: Mapping[str, Any]) -> np.ndarray:
-    is_image, shape = entry["dtype"] in IMAGE_DTYPES, tuple(entry["shape"])
-    dtype = np.dtype("uint8" if is_image else entry["dtype"])
+def _check_value(key: str, value: Any, feature: Feature) -> np.ndarray:
+    is_image, shape = feature.is_camera, feature.shape
+    dtype = np.dtype("uint8" if is_image else feature.dtype)
     array = np.asarray(value)
     if isinstance(value, bool | int | float) and shape == (1,):
         # A Python number has no dtype of its own: it only has to be one that the dtype can hold.
@@ -138,9 +123,10 @@ def data_table(columns: Mapping[str, Any], features: Features) -> pa.Table:
     Numeric columns are (n, *shape) arrays, image columns lists of encoded images. The metadata
     describes the columns to Hugging Face `datasets`.
     """
-    fields, arrays, described = [], [], {}
-    for key, entry in features.items():
-        dtype, shape, extension = entry["dtype"], entry["shape"], None
+    fields, arrays = [], []
+    described: dict[str, dict[str, Any]] = {}
+    for key, feature in features.items():
+        dtype, shape, extension = feature.dtype, feature.shape, None
         if dtype == "video":
             continue
         described[key] = {"dtype": dtype, "_type": "Value"}
@@ -163,7 +149,7 @@ def data_table(columns: Mapping[str, Any], features: Features) -> pa.Table:
                     "ARROW:extension:name": f"datasets.features.features.{name}ExtensionType",
                     "ARROW:extension:metadata": json.dumps([shape, dtype]),
                 }
-            elif shape != [1]:
+            elif shape != (1,):
                 described[key] = {"feature": described[key], "length": shape[0], "_type": "List"}
                 array = pa.FixedSizeListArray.from_arrays(array, shape[0])
         fields.append(pa.field(key, array.type, metadata=extension))

@@ -13,8 +13,12 @@ of the data files and videos is left to `columns` and `video`.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import numbers
 import os
+import posixpath
 import re
+import string
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -38,9 +42,13 @@ _PATHS_V3 = {
 }
 # The templates of versions that can be read, where info.json has none.
 PATHS = {"v2.0": _PATHS_V2, "v2.1": _PATHS_V2, "v3.0": _PATHS_V3}
+PLACE = ("chunk_index", "file_index")  # of a file of v3.0
+INFO = Path("meta/info.json")
 # Readers can compute these columns from the list of episodes.
 DERIVED = ("timestamp", "frame_index", "episode_index", "index", "task_index")
+CAMERA_DTYPES = ("video", "image")  # in files of their own, or as images in the rows
 CAMERA_IGNORED = "the camera is ignored"
+_OTHER_NAMES = {"videos": "video", "video": "videos"}  # of the folder of videos
 _REPO_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
@@ -61,11 +69,18 @@ class Problem:
     leaves_out: bool = False
 
 
-def episode_problem(episode: int, what: str, camera: str | None = None) -> Problem:
-    """Return the problem of an episode that readers leave out."""
+def episode_problem(
+    episode: int,
+    what: str,
+    camera: str | None = None,
+    consequence: str | None = None,
+    severity: Severity = "warning",
+) -> Problem:
+    """Return the problem of an episode. Without another `consequence`, readers leave it out."""
     where = f"episode {episode}" + (f", {camera}" if camera else "")
-    consequence = "the episode is left out" + (", unless read without the camera" if camera else "")
-    return Problem("warning", where, what, consequence, episode, camera, leaves_out=True)
+    left_out = "the episode is left out" + (", unless read without the camera" if camera else "")
+    result = consequence or left_out
+    return Problem(severity, where, what, result, episode, camera, leaves_out=consequence is None)
 
 
 class EpisodeError(ValueError):
@@ -111,9 +126,37 @@ class Feature:
     names: Any = None
     video: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # codec, fps as declared
 
+    @classmethod
+    def parse(cls, name: str, declared: Any) -> Feature:
+        """Take an entry of info.json. Raise ValueError if it has no dtype or shape."""
+        if not isinstance(declared, Mapping) or "dtype" not in declared:
+            raise ValueError(f"feature {name!r} has no dtype: {declared!r}")
+        shape = declared.get("shape") or ()
+        if not isinstance(shape, list | tuple) or not all(
+            isinstance(size, numbers.Real) and size % 1 == 0 for size in shape
+        ):
+            raise ValueError(f"feature {name!r} has the shape {shape!r}; expected integers.")
+        video = declared.get("info") or declared.get("video_info")
+        return cls(
+            name=name,
+            dtype=str(declared["dtype"]),
+            shape=tuple(int(size) for size in shape),
+            names=declared.get("names"),
+            video=video if isinstance(video, dict) else {},
+        )
+
     @property
     def is_camera(self) -> bool:
-        return self.dtype in ("video", "image")
+        return self.dtype in CAMERA_DTYPES
+
+    def __str__(self) -> str:
+        """Return what decides which values fit, such as float32[14]."""
+        return f"{self.dtype}{list(self.shape)}"
+
+
+def keys_of(features: Mapping[str, Feature], *dtypes: str) -> list[str]:
+    """Return the names of the features of these types."""
+    return [key for key, feature in features.items() if feature.dtype in dtypes]
 
 
 def dimension_names(features: Iterable[Feature], dim: int, otherwise: str) -> list[str]:
@@ -227,25 +270,20 @@ class _MetaReader:
         self.root = root
         self.problems: list[Problem] = []
         self.info = read_info(root)
-        self.features = {name: _feature(name, one) for name, one in self.info["features"].items()}
-        guess = "v3.0" if (root / "meta" / "episodes").is_dir() else "v2.1"
-        declared = self.info.get("codebase_version")
-        if declared is None:
-            self._add("info.json", "codebase_version is missing", f"read as {guess}", "note")
-        self.version = "v" + str(guess if declared is None else declared).removeprefix("v")
+        self.features = read_features(self.info)
+        self.fps: float = self.info["fps"]
+        self.version = "v" + str(self.info.get("codebase_version")).removeprefix("v")
+        if self.info.get("codebase_version") is None:
+            self.version = "v3.0" if (root / "meta" / "episodes").is_dir() else "v2.1"
+            what = "codebase_version is missing"
+            self._add("info.json", what, f"read as {self.version}", "note")
         if self.version not in PATHS:
             raise ValueError(
-                f"{root} is a data set of version {declared!r}; only {', '.join(PATHS)} can be "
-                "read. Convert older ones with LeRobot's own scripts."
+                f"{root} is a data set of version {self.info['codebase_version']!r}; only "
+                f"{', '.join(PATHS)} can be read. Convert older ones with LeRobot's own scripts."
             )
-        fps = self.info.get("fps")
-        if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps < float("inf"):
-            raise ValueError(
-                f"meta/info.json: fps is {fps!r}; expected frames per second, e.g. 30."
-            )
-        self.fps: float = fps
         self._files = list_files(root) if with_files else None
-        self._cameras = [one.name for one in self.features.values() if one.dtype == "video"]
+        self._cameras = keys_of(self.features, "video")
 
     def _add(self, where: str, what: str, consequence: str, severity: Severity = "warning") -> None:
         self.problems.append(Problem(severity, where, what, consequence))
@@ -322,8 +360,7 @@ class _MetaReader:
         if self._files is not None and path not in self._files:
             # Some sets have the folder `video` in place of `videos`, or vice versa.
             top, _, rest = path.partition("/")
-            other = {"videos": "video", "video": "videos"}.get(top)
-            path = f"{other}/{rest}"
+            path = f"{_OTHER_NAMES.get(top)}/{rest}"
             if path not in self._files:
                 return None
         frames = (stop - start) * self.fps
@@ -335,26 +372,16 @@ class _MetaReader:
 
     def _path(self, row: Row, camera: str | None = None) -> str | None:
         """Return the path of a video or of the data file; None if the row lacks its numbers."""
-        field, prefix = ("video_path", f"videos/{camera}/") if camera else ("data_path", "data/")
-        fields: Row = {"video_key": camera} if camera else {}
+        index = row["episode_index"]
+        numbers = {"episode_chunk": index // chunks_size(self.info), "episode_index": index}
         if self.version == "v3.0":
-            for name in ("chunk_index", "file_index"):
-                value = row.get(f"{prefix}{name}")
-                # pandas may have written whole numbers as floating-point ones, and NaN for none.
-                if not isinstance(value, int | float) or value % 1 != 0:
-                    return None
-                fields[name] = int(value)
-        else:
-            chunk = row["episode_index"] // int(self.info.get("chunks_size") or 1000)
-            fields |= {"episode_chunk": chunk, "episode_index": row["episode_index"]}
-        template = self.info.get(field) or PATHS[self.version][field]
-        try:
-            return str(template.format(**fields))
-        except (KeyError, ValueError, IndexError, AttributeError) as error:
-            raise ValueError(
-                f"meta/info.json: {field} is {template!r}, which cannot be filled in ({error!r}); "
-                f"expected something like {PATHS[self.version][field]!r}."
-            ) from None
+            prefix = f"videos/{camera}" if camera else "data"
+            numbers = {name: row.get(f"{prefix}/{name}") for name in PLACE}
+            # pandas may have written whole numbers as floating-point ones, and NaN for none.
+            if not all(isinstance(n, int | float) and n % 1 == 0 for n in numbers.values()):
+                return None
+        whole = {name: int(number) for name, number in numbers.items()}
+        return file_path(self.info, self.version, whole, camera)
 
     def check(self, metadata: Metadata) -> None:
         """Compare the totals and the files with the list of episodes."""
@@ -400,8 +427,8 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Row | None]]:
 
 
 def read_info(root: Path) -> Row:
-    """Read meta/info.json. Raise an error if there is none or it declares no features."""
-    path = root / "meta" / "info.json"
+    """Read meta/info.json. Raise an error if there is none or if it lacks features or fps."""
+    path = root / INFO
     if not path.is_file():
         below = sorted(p.parent.parent for p in root.glob("**/meta/info.json"))[:5]
         hint = f" It contains data sets: {', '.join(map(str, below))}." if below else ""
@@ -412,24 +439,57 @@ def read_info(root: Path) -> Row:
     info = read_json(path)
     if not isinstance(info, dict) or not isinstance(info.get("features"), dict):
         raise ValueError(f"{path} declares no features; a LeRobot data set declares them there.")
+    fps, chunk = info.get("fps"), chunks_size(info)
+    if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps < float("inf"):
+        raise ValueError(f"{path}: fps is {fps!r}; expected frames per second, e.g. 30.")
+    if not isinstance(chunk, int) or chunk < 1:
+        raise ValueError(f"{path}: chunks_size is {chunk!r}; expected files per folder, e.g. 1000.")
     return info
 
 
-def _feature(name: str, declared: Any) -> Feature:
-    if not isinstance(declared, dict) or "dtype" not in declared:
-        raise ValueError(f"meta/info.json: feature {name!r} has no dtype: {declared!r}")
-    shape = declared.get("shape") or ()
-    if not isinstance(shape, list | tuple) or not all(
-        isinstance(size, int | float) and int(size) == size for size in shape
-    ):
-        raise ValueError(
-            f"meta/info.json: feature {name!r} has the shape {shape!r}; expected integers."
-        )
-    video = declared.get("info") or declared.get("video_info") or {}
-    return Feature(
-        name=name,
-        dtype=str(declared["dtype"]),
-        shape=tuple(int(size) for size in shape),
-        names=declared.get("names"),
-        video=video if isinstance(video, dict) else {},
+def read_features(info: Row) -> dict[str, Feature]:
+    return {name: Feature.parse(name, declared) for name, declared in info["features"].items()}
+
+
+def chunks_size(info: Row) -> int:
+    """Return how many files a folder `chunk-000` has."""
+    return info.get("chunks_size") or 1000
+
+
+def file_path(
+    info: Row,
+    version: str,
+    place: Mapping[str, int],
+    camera: str | None = None,
+    *,
+    all_fields: bool = False,
+) -> str:
+    """Fill in the template of the data files or of a camera's videos; the root is not included.
+
+    Raise ValueError if this is not possible, if the path leads outside the set, or if the template
+    does not have `all_fields`, so that two files would have the same path.
+    """
+    field = "video_path" if camera else "data_path"
+    fields: Row = {**place, "video_key": camera} if camera else {**place}
+    template = info.get(field) or PATHS[version][field]
+    try:
+        used = _template_fields(template)
+        if used == fields.keys() or (used < fields.keys() and not all_fields):
+            path = posixpath.normpath(template.format(**fields))
+            if path.partition("/")[0] not in ("", ".."):
+                return path
+        reason = "it leads outside the set, or its fields are others"
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        reason = repr(error)
+    raise ValueError(
+        f"meta/info.json: {field} is {template!r}, which cannot be filled in ({reason}); expected "
+        f"is a path inside the set with the fields {', '.join(fields)}, such as "
+        f"{PATHS[version][field]!r}."
+    )
+
+
+@functools.cache
+def _template_fields(template: str) -> frozenset[str]:
+    return frozenset(
+        name for _, name, _, _ in string.Formatter().parse(template) if name is not None
     )

@@ -32,18 +32,15 @@ from jaxtyping import UInt8
 from PIL import Image
 
 from piston.data.features import (
-    IMAGE_DTYPES,
     FrameError,
     check_frame,
     declare_features,
     frame_histogram,
-    frame_type,
     image_stats,
-    keys_of,
     sampled_frames,
 )
-from piston.data.format import read_info
-from piston.data.writer import INFO, RECORDING, DatasetWriter, NewEpisode, new_info
+from piston.data.format import CAMERA_DTYPES, INFO, keys_of, read_features, read_info
+from piston.data.writer import RECORDING, DatasetWriter, NewEpisode, new_info
 
 logger = logging.getLogger(__name__)
 
@@ -240,7 +237,7 @@ class Recorder:
         self._info = new_info(fps, declared, robot_type)
         self._encoding = VideoEncoding.choose(codec)
         for camera in keys_of(declared, "video"):
-            self._encoding.check(camera, *declared[camera]["shape"][:2])
+            self._encoding.check(camera, *declared[camera].shape[:2])
         self._resume = resume
         self._writer: DatasetWriter | None = None
         self._closed = False
@@ -357,7 +354,7 @@ class Recorder:
             self._writer = writer
         return self._writer
 
-    def _check_continued(self, found: Mapping[str, Any]) -> None:
+    def _check_continued(self, found: dict[str, Any]) -> None:
         """Raise an error if this recording does not fit the set at `root`."""
         if not self._resume:
             raise FileExistsError(
@@ -372,7 +369,7 @@ class Recorder:
             )
         theirs, ours = (
             {"fps": info["fps"], "robot_type": info.get("robot_type")}
-            | {key: frame_type(entry) for key, entry in info["features"].items()}
+            | {key: str(feature) for key, feature in read_features(info).items()}
             for info in (found, self._info)
         )
         different = [
@@ -387,9 +384,9 @@ class Recorder:
             )
 
     def _start_threads(self, writer: DatasetWriter) -> None:
-        for key in keys_of(writer.features, *IMAGE_DTYPES):
+        for key in keys_of(writer.features, *CAMERA_DTYPES):
             encode: Callable[[Images], Any] = encode_png
-            if writer.features[key]["dtype"] == "video":
+            if writer.features[key].dtype == "video":
                 encode = functools.partial(
                     encode_video,
                     path=self.root / RECORDING / f"camera-{len(self._threads)}.mp4",

@@ -18,9 +18,7 @@ was writing. Sets whose files hold several episodes can be continued as well.
 import contextlib
 import dataclasses
 import json
-import os
 import shutil
-import string
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,18 +31,23 @@ import pyarrow.parquet as pq
 from piston.data.features import (
     STAT_NAMES,
     EpisodeStats,
-    Features,
-    FeatureStats,
     column_stats,
     data_table,
-    keys_of,
     merge_stats,
 )
-from piston.data.format import PATHS
+from piston.data.format import (
+    INFO,
+    PATHS,
+    PLACE,
+    Feature,
+    chunks_size,
+    file_path,
+    keys_of,
+    read_features,
+)
 from piston.data.video import probe_video
 from piston.files import atomic_file, publish, read_json, remove_leftovers, write_json
 
-INFO = Path("meta/info.json")
 TASKS = Path("meta/tasks.parquet")
 STATS = Path("meta/stats.json")
 RECORDING = Path(".recording")
@@ -52,7 +55,6 @@ RECORDING = Path(".recording")
 # same file for the same purpose.
 UNFINISHED = RECORDING / "joining.json"
 EPISODES_PATH = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
-FILE = ("chunk_index", "file_index")
 # The newest file of meta/episodes is rewritten with every episode; this limits the cost.
 EPISODES_PER_FILE = 500
 MAX_CHUNKS = 1000  # LeRobot reads data files in the order of their names, which have three digits
@@ -65,7 +67,7 @@ class NewEpisode:
     columns: dict[str, Any]  # feature -> (n, *shape) array, or n encoded images
     frame_tasks: list[str]
     videos: dict[str, Path]  # camera -> mp4 in the set's .recording folder
-    image_stats: dict[str, FeatureStats]  # of cameras and image columns
+    image_stats: EpisodeStats  # of cameras and image columns
     encoder_info: dict[str, Any] = dataclasses.field(default_factory=dict)
     timestamps: np.ndarray | None = None  # None: frame i at i / fps
     tasks: tuple[str, ...] | None = None  # None: the frames' tasks in order of appearance
@@ -74,14 +76,18 @@ class NewEpisode:
         return len(self.frame_tasks)
 
 
-def new_info(fps: float, features: Features, robot_type: str | None) -> dict[str, Any]:
+def new_info(fps: float, features: Mapping[str, Feature], robot_type: str | None) -> dict[str, Any]:
     """Return the info.json of a set without episodes, fields in LeRobot's order."""
     if not 0 < fps < float("inf"):
         raise ValueError(f"fps must be positive and finite, found {fps}")
     return {
         "codebase_version": "v3.0",
         "fps": int(fps) if float(fps).is_integer() else float(fps),
-        "features": features,
+        "features": {
+            key: {"dtype": feature.dtype, "shape": list(feature.shape), "names": feature.names}
+            | ({"info": dict(feature.video)} if feature.video else {})
+            for key, feature in features.items()
+        },
         "total_episodes": 0,
         "total_frames": 0,
         "total_tasks": 0,
@@ -100,12 +106,14 @@ class DatasetWriter:
 
     def __init__(self, root: Path, info: dict[str, Any]) -> None:
         self.root, self.info = root, info
-        self.features: Features = info["features"]
+        self.features = read_features(info)
         self.fps: float = info["fps"]
         self._cameras = keys_of(self.features, "video")
-        self._chunks_size = int(info.get("chunks_size") or 1000)
-        # What episodes consist of, with the prefix of the columns that say in which file it is.
-        self._streams = {"data": "data"} | {key: f"videos/{key}" for key in self._cameras}
+        # The numbers of the next episode, of its first frame and of its files.
+        self._next_index = self._next_row = self._next_file = 0
+        # The newest file of meta/episodes, and its number.
+        self._rows: pa.Table | None = None
+        self._rows_file = 0
         self._lock = filelock.FileLock(root / RECORDING / "lock")
 
     def start(self) -> None:
@@ -140,13 +148,15 @@ class DatasetWriter:
         """Read the state of the set from disk, and remove files of an unfinished episode."""
         paths = sorted((self.root / "meta/episodes").glob("*/*.parquet"))
         tables = [pq.read_table(path) for path in paths]
-        # The numbers of the next episode, of its first frame and of its files.
-        self._next_index = self._next_row = self._next_file = 0
-        # The newest file of meta/episodes, and its number.
-        self._rows: pa.Table | None = None
-        self._rows_file = 0
+        self.tasks: dict[str, int] = {}
         if paths:
             self._continue_rows(tables[-1], paths[-1])
+            tasks = pq.read_table(self.root / TASKS)
+            # pandas keeps the texts as the index, under its own name if that has none.
+            [text] = (name for name in tasks.column_names if name != "task_index")
+            numbered = sorted(zip(tasks["task_index"].to_pylist(), tasks[text].to_pylist()))
+            self.tasks = {task: index for index, task in numbered}
+        self._num_stored_tasks = len(self.tasks)
 
         def column(name: str) -> list[Any]:
             return [value for table in tables for value in table[name].to_pylist()]
@@ -154,25 +164,19 @@ class DatasetWriter:
         self.num_episodes, self.num_frames = len(column("length")), sum(column("length"))
         self._next_index = max(column("episode_index"), default=-1) + 1
         self._next_row = max(column("dataset_to_index"), default=0)
-        stored: set[tuple[str, int, int]] = set()
-        for stream, prefix in self._streams.items():
-            chunks, files = (column(f"{prefix}/{name}") for name in FILE)
-            stored |= {(stream, chunk, file) for chunk, file in zip(chunks, files)}
-        used = [chunk * self._chunks_size + file for _, chunk, file in stored]
-        self._next_file = max(used, default=-1) + 1
         self._stats = merge_stats(one for table in tables for one in _stats_of_rows(table))
-        self.tasks: dict[str, int] = {}
-        if paths:
-            tasks = pq.read_table(self.root / TASKS)
-            # pandas keeps the texts as the index, under its own name if that has none.
-            [text] = (name for name in tasks.column_names if name != "task_index")
-            numbered = sorted(zip(tasks["task_index"].to_pylist(), tasks[text].to_pylist()))
-            self.tasks = {task: index for index, task in numbered}
-        self._num_stored_tasks = len(self.tasks)
+        streams = {"data": "data"} | {camera: f"videos/{camera}" for camera in self._cameras}
+        used = {
+            (stream, chunk * chunks_size(self.info) + file)
+            for stream, prefix in streams.items()
+            for chunk, file in zip(*(column(f"{prefix}/{name}") for name in PLACE))
+        }
+        self._next_file = max((number for _, number in used), default=-1) + 1
         if (self.root / UNFINISHED).exists():
             for stream, chunk, file in read_json(self.root / UNFINISHED):
-                if (stream, chunk, file) not in stored:
-                    self._path(stream, chunk, file).unlink(missing_ok=True)
+                number = chunk * chunks_size(self.info) + file
+                if (stream, number) not in used:
+                    self._path(stream, number).unlink(missing_ok=True)
             (self.root / UNFINISHED).unlink()
 
     def _continue_rows(self, rows: pa.Table, path: Path) -> None:
@@ -186,8 +190,8 @@ class DatasetWriter:
                 f"{self.root}: meta/episodes does not fit the features of info.json; they differ "
                 f"in {sorted(different)}. This set can be read, but not continued"
             )
-        chunk, file = (rows[f"meta/episodes/{name}"][-1].as_py() for name in FILE)
-        self._rows, self._rows_file = rows, chunk * self._chunks_size + file
+        chunk, file = (rows[f"meta/episodes/{name}"][-1].as_py() for name in PLACE)
+        self._rows, self._rows_file = rows, chunk * chunks_size(self.info) + file
         if path != self._episodes_path():
             raise ValueError(
                 f"{path} says that it is chunk {chunk}, file {file} of meta/episodes. This set can "
@@ -216,7 +220,7 @@ class DatasetWriter:
                     f"{camera!r}: the video has {len(times)} frames, the episode {len(episode)}"
                 )
             info |= episode.encoder_info | {"is_depth_map": False}
-            self.features[camera].setdefault("info", info)
+            self.info["features"][camera].setdefault("info", info)
         self.add_tasks([*dict.fromkeys(episode.frame_tasks), *(episode.tasks or ())])
         steps = np.arange(len(episode))
         columns = episode.columns | {
@@ -229,11 +233,11 @@ class DatasetWriter:
         table = data_table(columns, self.features)
         stats = {
             key: episode.image_stats.get(key) or column_stats(np.asarray(columns[key]))
-            for key, entry in self.features.items()
-            if entry["dtype"] != "string"
+            for key, feature in self.features.items()
+            if feature.dtype != "string"
         }
         files = self._new_files()
-        place = divmod(self._next_file, self._chunks_size)
+        place = self._place(self._next_file).values()
         write_json(self.root / UNFINISHED, [(stream, *place) for stream in files])
         for camera in self._cameras:
             publish(episode.videos[camera], files[camera])
@@ -268,10 +272,7 @@ class DatasetWriter:
 
     def _row(self, length: int, tasks: Iterable[str], stats: EpisodeStats) -> dict[str, Any]:
         """Return the next episode's row of meta/episodes, columns in LeRobot's order."""
-        place, rows_place = (
-            dict(zip(FILE, divmod(number, self._chunks_size)))
-            for number in (self._next_file, self._rows_file)
-        )
+        place, rows_place = self._place(self._next_file), self._place(self._rows_file)
         row: dict[str, Any] = {
             "episode_index": self._next_index,
             "tasks": list(tasks),
@@ -288,15 +289,22 @@ class DatasetWriter:
         return row | {f"meta/episodes/{name}": number for name, number in rows_place.items()}
 
     def _episodes_path(self) -> Path:
-        place = dict(zip(FILE, divmod(self._rows_file, self._chunks_size)))
-        return self.root / EPISODES_PATH.format(**place)
+        return self.root / EPISODES_PATH.format(**self._place(self._rows_file))
+
+    def _place(self, number: int) -> dict[str, int]:
+        """Return the chunk of a file and its number there."""
+        return dict(zip(PLACE, divmod(number, chunks_size(self.info))))
+
+    def _path(self, stream: str, number: int) -> Path:
+        camera = None if stream == "data" else stream
+        path = file_path(self.info, "v3.0", self._place(number), camera, all_fields=True)
+        return self.root / path
 
     def _new_files(self) -> dict[str, Path]:
         """Return the files of the next episode; raise an error if they cannot be written."""
-        chunk, file = divmod(self._next_file, self._chunks_size)
-        if chunk >= MAX_CHUNKS:
+        if self._place(self._next_file)["chunk_index"] >= MAX_CHUNKS:
             raise ValueError(f"{self.root} is full: all {MAX_CHUNKS} chunks are used")
-        files = {stream: self._path(stream, chunk, file) for stream in self._streams}
+        files = {key: self._path(key, self._next_file) for key in ("data", *self._cameras)}
         for path in files.values():
             if path.exists():
                 raise FileExistsError(
@@ -304,21 +312,6 @@ class DatasetWriter:
                     "continue the set"
                 )
         return files
-
-    def _path(self, stream: str, chunk: int, file: int) -> Path:
-        names: dict[str, Any] = {"chunk_index": chunk, "file_index": file}
-        field = "data_path" if stream == "data" else "video_path"
-        if stream != "data":
-            names["video_key"] = stream
-        pattern = self.info.get(field) or PATHS["v3.0"][field]
-        if {name for _, name, _, _ in string.Formatter().parse(pattern) if name} == set(names):
-            path = Path(os.path.normpath(self.root / pattern.format(**names)))
-            if path.is_relative_to(os.path.normpath(self.root)):
-                return path
-        raise ValueError(
-            f"{self.root / INFO}: {field} is {pattern!r}. To continue the set, expected is a path "
-            f"inside the set with the fields {', '.join(names)}"
-        )
 
     def _write_summary(self) -> None:
         """Write totals and statistics, which can be computed from the episodes."""

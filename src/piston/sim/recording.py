@@ -24,9 +24,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from piston.data.format import read_info
+from piston.data.format import INFO, read_info
 from piston.data.recorder import Recorder
-from piston.data.writer import INFO
 from piston.files import append_json_lines, read_json_lines, write_json_lines
 from piston.progress import Progress, no_progress
 from piston.signals import exit_with_parent, ignore_stop_signals
