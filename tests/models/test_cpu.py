@@ -89,6 +89,14 @@ def test_gradients_are_those_of_the_product(held, make_linear):
     assert_close(x.grad.double().flatten(0, 1), gradient @ linear.weight.double(), **ROUNDED)
 
 
+def test_the_gradient_of_a_weight_has_its_layout(make_linear):
+    # PyTorch would copy another one for every weight and step, transposed, which takes long.
+    linear = make_linear(24, 9)
+    outputs = linear(torch.randn(10, 24).bfloat16())
+    (gradient,) = torch.autograd.grad(outputs.sum(), linear.weight)
+    assert gradient.stride() == linear.weight.stride()
+
+
 def test_a_frozen_weight_gets_no_gradient_and_passes_one_on(make_linear):
     linear = make_linear(8, 4).requires_grad_(False)
     x = torch.randn(3, 8).bfloat16().requires_grad_()

@@ -169,7 +169,8 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.needs_input_grad[0]:
         of_a = tile_product(gradient, b.t(), None, a.dtype)
     if ctx.needs_input_grad[1]:
-        of_b = tile_product(a.t(), gradient, None, b.dtype)
+        # As rows of `bᵀ`, which is a weight: of other gradients, PyTorch makes a transposed copy.
+        of_b = tile_product(gradient.t(), a, None, b.dtype).t()
     if ctx.needs_input_grad[2]:
         of_bias = gradient.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
     return of_a, of_b, of_bias, None
