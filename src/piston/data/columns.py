@@ -210,14 +210,17 @@ class ImageRows:
         return decode_image(cell, self._root)
 
     def _group(self, path: str, key: str, group: int, footer: pq.FileMetaData) -> pa.ChunkedArray:
+        name = (path, key, group)
         with self._lock:
-            column = self._groups.pop((path, key, group), None)
-        if column is None:
-            # A file object of its own, since two threads must not use the same one.
-            with pq.ParquetFile(self._root / path, metadata=footer) as file:
-                column = file.read_row_group(group, columns=[key], use_threads=False)[key]
+            if name in self._groups:
+                self._groups[name] = self._groups.pop(name)  # now the most recently used
+                return self._groups[name]
+        # A file object of its own, since two threads must not use the same one.
+        with pq.ParquetFile(self._root / path, metadata=footer) as file:
+            column = file.read_row_group(group, columns=[key], use_threads=False)[key]
         with self._lock:
-            self._groups[path, key, group] = column
+            self._groups[name] = column
+            # Only here: to measure all groups takes much longer than to decode an image.
             surplus = sum(one.nbytes for one in self._groups.values()) - _MAX_BYTES
             while surplus > 0 and len(self._groups) > 1:
                 surplus -= self._groups.pop(next(iter(self._groups))).nbytes
