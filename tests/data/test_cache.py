@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import pickle
 import shutil
+import threading
 
 import numpy as np
 import pytest
@@ -164,6 +165,25 @@ def test_several_processes_build_it_once(tmp_path):
         process.join()
     assert sorted(count for count, _ in found) == [0, 0, sum(folder.lengths)]
     assert all(right for _, right in found)
+
+
+def test_caches_of_two_sets_are_built_at_the_same_time(tmp_path, monkeypatch):
+    roots = [Folder(tmp_path / name, "v3.0", cameras={TOP: "video"}).root for name in "ab"]
+    first, second = (open_cached(root, tmp_path / "cache")[1] for root in roots)
+    decode = CachedFrames._decode
+
+    def decode_meanwhile(cached, *arguments):
+        if cached is first:
+            other = threading.Thread(target=second.build, daemon=True)
+            other.start()
+            other.join(30)
+            assert not other.is_alive(), "the second set waits for the first"
+        decode(cached, *arguments)
+
+    monkeypatch.setattr(CachedFrames, "_decode", decode_meanwhile)
+    first.build()
+    assert not first.missing()
+    assert not second.missing()
 
 
 def test_it_is_under_piston_home(folder, tmp_path, monkeypatch):

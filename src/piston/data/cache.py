@@ -85,7 +85,8 @@ class CachedFrames:
         """Decode what is missing. Safe in several processes: one works, the others wait."""
         if not self.missing():
             return
-        folder = next(iter(self.folders.values())).parent
+        # Not in the folder of all caches: those of other data sets are built at the same time.
+        folder = min(self.folders.values())
         folder.mkdir(parents=True, exist_ok=True)
         lock = filelock.FileLock(folder / "lock")
         try:
@@ -95,7 +96,7 @@ class CachedFrames:
             held = lock.acquire()
         with held:
             if missing := self.missing():
-                self._decode(missing, folder)
+                self._decode(missing, folder.parent)
 
     def _decode(self, missing: list[list[_Missing]], folder: Path) -> None:
         total = sum(episode.length for inside in missing for _, episode, _ in inside)
