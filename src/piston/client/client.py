@@ -300,7 +300,10 @@ class Client:
                 ) from error
             except ProtocolError as error:
                 raise _Refused(f"{self.uri} is no policy server: {error}") from error
-            except (InvalidHandshake, EOFError, ConnectionClosed) as error:
+            except InvalidHandshake as error:
+                message = f"{self.uri} does not answer as a policy server: {error}."
+                raise ConnectionLost(message) from error
+            except (EOFError, ConnectionClosed) as error:
                 raise ConnectionLost(f"{self.uri} hung up: {error}.") from error
             except TimeoutError as error:
                 raise ConnectionLost(f"{self.uri} does not answer.") from error

@@ -289,9 +289,10 @@ class Recorder:
             raise ValueError("there are no frames to save: call add_frame first")
         try:
             encoded = {key: thread.finish() for key, thread in self._threads.items()}
+            videos = {key: encoded.pop(key) for key in keys_of(writer.features, "video")}
             sample = sampled_frames(len(self._tasks))
             episode = NewEpisode(
-                videos={key: encoded.pop(key) for key in keys_of(writer.features, "video")},
+                videos=videos,
                 columns={key: np.stack(rows) for key, rows in self._columns.items()} | encoded,
                 frame_tasks=self._tasks,
                 image_stats={

@@ -44,6 +44,7 @@ _MAX_ERROR_BYTES = 3_500  # a whole error reply stays below 4 KB
 _MAX_VALUES = 5_000
 # Smaller messages are decoded in the event loop (a tenth of a millisecond); a thread costs more.
 _LARGE_MESSAGE = 4 * 2**20
+# Larger replies are sent by a task that waits until the client takes them.
 _LARGE_REPLY = 64 * 2**10
 # Requests of one connection that may be unanswered at the same time.
 _SLOTS = 8

@@ -190,8 +190,7 @@ def _episodes(
     seeds = itertools.count(first_seed)
     if workers == 1:
         expert = make_expert(recording.task)
-        for seed in seeds:
-            yield demonstrate(environment, expert, seed)
+        yield from (demonstrate(environment, expert, seed) for seed in seeds)  # does not end
     # Not forked: that is not safe with threads and OpenGL.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, context, _start_worker, (recording,))
