@@ -7,7 +7,6 @@ the same run. Weights are random, which changes neither.
 from __future__ import annotations
 
 import dataclasses
-import math
 import multiprocessing
 import resource
 import tempfile
@@ -176,10 +175,6 @@ def _product_operations(a: Sequence[int], b: Sequence[int], *_: object, **__: ob
     return 2 * a[0] * a[1] * b[1]
 
 
-def _linear_operations(x: Sequence[int], weight: Sequence[int], *_: object, **__: object) -> int:
-    return 2 * math.prod(x) * weight[0]
-
-
 def _attention_operations(
     query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: object, **__: object
 ) -> int:
@@ -190,7 +185,7 @@ def _attention_operations(
 # What torch's own counter leaves out on CPUs.
 _UNCOUNTED = {
     torch.ops.aten._int_mm: _product_operations,
-    torch.ops.piston.tile_linear: _linear_operations,
+    torch.ops.piston.tile_product: _product_operations,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_operations,
 }
 
@@ -215,7 +210,7 @@ def matmul_rate(dtype: Held, computed: Computed) -> float:
 
 def _product_of_the_models(dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
     uses_tiles = dtype == torch.bfloat16 and cpu.choose_product() == "tiles"
-    return cpu.multiply_rounded if uses_tiles else torch.mm
+    return (lambda a, b: cpu.tile_product(a, b, None, dtype)) if uses_tiles else torch.mm
 
 
 def _load_from_file(

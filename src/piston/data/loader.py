@@ -141,7 +141,7 @@ class Order:
                 "start a new run."
             )
         changed = [
-            f"{name} was {state.get(name)}, now it is {getattr(self, name)}"
+            f"{name} was {_in_words(state.get(name))}, now it is {_in_words(getattr(self, name))}"
             for name in ("samples_per_epoch", "mixture")
             if state.get(name) != getattr(self, name)
         ]
@@ -152,6 +152,14 @@ class Order:
                 "; ".join(changed),
             )
         return int(state["position"])
+
+
+def _in_words(value: Any) -> Any:
+    """Describe a mixture for people: `32 samples (66.7%), 16 samples (33.3%)`."""
+    if not isinstance(value, Mapping):
+        return value
+    sets = zip(value["sizes"], value["weights"])
+    return ", ".join(f"{size:,.0f} samples ({weight:.1%})" for size, weight in sets)
 
 
 class WorkerError(RuntimeError):
