@@ -39,8 +39,6 @@ from piston.suggestions import did_you_mean
 STATE = "piston-demo.json"
 _CONTENTS = ("data", "assets", "checkpoints", "eval", "cache", "report.html", "animation.webp")
 _SECONDS_TO_START, _SECONDS_TO_STOP = 120.0, 60.0
-# The short form: too little to learn from, enough to pass through every stage.
-_QUICK_RECORDING, _QUICK_TRIAL = 5, ("--episodes", "4")
 _QUICK_TRAINING = (
     *("--num-train-steps", "40", "--log-interval", "5", "--ema-decay", "0.8"),
     *("--batch-size", "8", "--noise-draws", "4"),
@@ -60,30 +58,35 @@ class DemoPlan:
     training: tuple[str, ...] = ()
 
     def quick(self) -> DemoPlan:
-        trials = {name: (*words, *_QUICK_TRIAL) for name, words in self.trials.items()}
-        return DemoPlan(
-            self.task, self.preset, _QUICK_RECORDING, trials, (*self.training, *_QUICK_TRAINING)
+        """Return the short form: too little to learn from, enough to pass through every stage."""
+        return dataclasses.replace(
+            self,
+            episodes=5,
+            trials={name: (*words, "--episodes", "4") for name, words in self.trials.items()},
+            training=(*self.training, *_QUICK_TRAINING),
         )
 
 
 # Of metaworld:tiny, the two pairs in the same start scene.
-_WITH_OPPOSITE = (
+_OPPOSITE = (
     "metaworld:drawer-open-halfway,drawer-close-halfway,window-open-halfway,window-close-halfway"
 )
 PLANS = {
     "aloha": DemoPlan(
-        *("aloha_transfer_cube", "tiny_aloha_sim", 150),
+        "aloha_transfer_cube",
+        "tiny_aloha_sim",
+        episodes=150,
         # After half a chunk the closing fingers hide the cube from the camera: a bad moment to
         # predict again.
-        {"asked": ("aloha_transfer_cube", "--seeds", "0..49", "--execute-horizon", "96")},
+        trials={"asked": ("aloha_transfer_cube", "--seeds", "0..49", "--execute-horizon", "96")},
     ),
     "metaworld": DemoPlan(
-        *("metaworld:tiny", "tiny_metaworld", 300),
-        {
+        "metaworld:tiny",
+        "tiny_metaworld",
+        episodes=300,
+        trials={
             "asked": ("metaworld:tiny", "--seeds", "0..124", "--execute-horizon", "4"),
-            "opposite": (
-                *(_WITH_OPPOSITE, "--opposite", "--seeds", "0..39", "--execute-horizon", "4"),
-            ),
+            "opposite": (_OPPOSITE, "--opposite", "--seeds", "0..39", "--execute-horizon", "4"),
         },
     ),
 }
@@ -116,8 +119,7 @@ def run_demo(args: list[str]) -> int:
     out = (arguments.out or Path(folder)).absolute()
     description = {"demo": name, "seed": arguments.seed, **dataclasses.asdict(plan)}
     job = begin(out, description, resume=arguments.resume)
-    screen = console()
-    stages = job.stages
+    stages, screen = job.stages, console()
     try:
         try:
             with exit_on_sigterm():
@@ -276,27 +278,19 @@ class Job:
         # Decoded frames too stay in the demo's folder, to be deleted with it.
         environment = {**os.environ, "PISTON_HOME": str(self.out / "cache")}
         process = Popen([sys.executable, "-m", "piston.cli", *command], env=environment)
-        began, finished, interrupted = time.monotonic(), False, False
-
-        def finish(result: str) -> None:
-            nonlocal finished
-            finished = True
-            self.stages.add(stage, time.monotonic() - began, result)
-
+        began, before = time.monotonic(), self.stages.get(stage)
         try:
-            yield process, finish
-        except KeyboardInterrupt:
-            interrupted = True  # the terminal has told it as well: it finishes what it is writing
-            raise
+            yield process, lambda result: self.stages.add(stage, time.monotonic() - began, result)
         finally:
-            if not interrupted:
+            # The terminal sends Ctrl-C to the process too, which finishes what it is writing.
+            if not isinstance(sys.exception(), KeyboardInterrupt):
                 process.terminate()
             try:
                 process.wait(_SECONDS_TO_STOP)
             except TimeoutExpired:
                 process.kill()
                 process.wait()
-            if not finished:
+            if self.stages.get(stage) is before:
                 self.stages.add(stage, time.monotonic() - began, None)
             # Of the processes that have ended, in kilobytes; on macOS in bytes.
             unit = 1 if sys.platform == "darwin" else 1024

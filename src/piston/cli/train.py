@@ -14,7 +14,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -37,7 +37,7 @@ from piston.config import (
     RsqrtDecaySchedule,
     TrainConfig,
 )
-from piston.data.format import Feature, dimension_names
+from piston.data.format import dimension_names
 from piston.data.pipeline import keys_used, open_sources
 from piston.data.statistics import KeyStatistics, TransformedColumns, compute_statistics
 from piston.progress import ProgressBar
@@ -82,13 +82,12 @@ def parse(args: Sequence[str]) -> TrainConfig:
 
     With --resume a preset that overwrites earlier runs does not; --overwrite beside it is an error.
     """
-    resume = "--resume" in args
-    return _parse(
-        "piston train",
-        "Train a preset's model on a data set, from the start or with --resume.",
-        args,
-        lambda preset: dataclasses.replace(preset, overwrite=preset.overwrite and not resume),
-    )
+
+    def make(preset: TrainConfig) -> TrainConfig:
+        return dataclasses.replace(preset, overwrite=preset.overwrite and "--resume" not in args)
+
+    description = "Train a preset's model on a data set, from the start or with --resume."
+    return _parse("piston train", description, args, make)
 
 
 def _parse(
@@ -187,13 +186,21 @@ def run_stats(args: list[str]) -> None:
     with ProgressBar("statistics", "frames", num_frames) as bar:
         statistics = compute_statistics(columns, max_frames=max_frames, progress=bar.show)
     seconds = time.monotonic() - begun
-    names = _names(datasets[0].metadata.features, data_config, statistics)
-    for key, of_key in statistics.items():
-        console().print(_table(key, of_key, names[key]))
-    for warning in _warnings(statistics, names, data_config):
-        console().print(f"[yellow]warning:[/yellow] {warning}", highlight=False)
-    path = write_norm_stats(folder, {key: s.norm_stats for key, s in statistics.items()})
-    console().print(
+    # Dimensions have the names that the data set declares.
+    features = datasets[0].metadata.features
+    used = [features[key] for key in keys_used(data_config) or features if key in features]
+    actions = [one for one in used if one.name in data_config.action_sequence_keys]
+    state = [one for one in used if one not in actions and not one.is_camera]
+    screen, warnings = console(), list[str]()
+    for key, found in statistics.items():
+        declared = {"actions": actions, "state": state}[key]
+        names = dimension_names(declared, found.norm_stats.dim, otherwise=key)
+        screen.print(_table(key, found, names))
+        warnings += _warnings(key, found, names, data_config)
+    for warning in warnings:
+        screen.print(f"[yellow]warning:[/yellow] {warning}", highlight=False)
+    path = write_norm_stats(folder, {key: found.norm_stats for key, found in statistics.items()})
+    screen.print(
         f"{num_frames:,} of {num_all:,} frames in {seconds:.1f} s; "
         f"{_precision(num_frames, num_all)}. Written: {path}",
         highlight=False,
@@ -229,58 +236,38 @@ def _precision(num_chosen: int, num_frames: int) -> str:
     )
 
 
-def _names(
-    features: Mapping[str, Feature], config: DataConfig, statistics: Mapping[str, KeyStatistics]
-) -> dict[str, list[str]]:
-    """Return the names of the dimensions of states and actions, as the data set declares them."""
-    used = [features[key] for key in keys_used(config) or features if key in features]
-    actions = [one for one in used if one.name in config.action_sequence_keys]
-    state = [one for one in used if one not in actions and not one.is_camera]
-    sources = {"actions": actions, "state": state}
-    return {
-        key: dimension_names(sources[key], of_key.norm_stats.dim, otherwise=key)
-        for key, of_key in statistics.items()
-    }
-
-
 def _warnings(
-    statistics: Mapping[str, KeyStatistics], names: Mapping[str, list[str]], config: DataConfig
-) -> list[str]:
-    norm_stats = {key: of_key.norm_stats for key, of_key in statistics.items()}
-    constant = constant_dimensions(norm_stats, config.use_quantile_norm)
-    advice = (
-        f"the floor of {config.norm_floor:g} keeps their noise small."
-        if config.norm_floor
-        else "normalised, the slightest noise there explodes. Set --data.norm-floor, or leave "
-        "them out."
-    )
-    found = []
-    for key, dims in constant.items():
-        listed = ", ".join(f"{names[key][dim]} (dimension {dim})" for dim in dims)
-        found.append(f"{key}: {listed} never move{'s' * (len(dims) == 1)}; {advice}")
-    for key, of_key in statistics.items():
-        q01, q99 = of_key.norm_stats.quantiles
-        for dim in of_key.far_outliers():
-            low, high = of_key.minimum[dim], of_key.maximum[dim]
-            found.append(
-                f"{key}: {names[key][dim]} has far outliers: {low:.4g} … {high:.4g}, while 98 % "
-                f"lie in {q01[dim]:.4g} … {q99[dim]:.4g}."
-            )
-    return found
-
-
-def _table(key: str, statistics: KeyStatistics, names: Sequence[str]) -> Table:
-    stats = statistics.norm_stats
+    key: str, found: KeyStatistics, names: Sequence[str], config: DataConfig
+) -> Iterator[str]:
+    stats = found.norm_stats
+    if dims := constant_dimensions({key: stats}, config.use_quantile_norm).get(key):
+        listed = ", ".join(f"{names[dim]} (dimension {dim})" for dim in dims)
+        advice = (
+            f"the floor of {config.norm_floor:g} keeps their noise small."
+            if config.norm_floor
+            else "normalised, the slightest noise there explodes. Set --data.norm-floor, or leave "
+            "them out."
+        )
+        yield f"{key}: {listed} never move{'s' * (len(dims) == 1)}; {advice}"
     q01, q99 = stats.quantiles
+    for dim in found.far_outliers():
+        yield (
+            f"{key}: {names[dim]} has far outliers: {found.minimum[dim]:.4g} … "
+            f"{found.maximum[dim]:.4g}, while 98 % lie in {q01[dim]:.4g} … {q99[dim]:.4g}."
+        )
+
+
+def _table(key: str, found: KeyStatistics, names: Sequence[str]) -> Table:
+    stats, low, high = found.norm_stats, found.minimum, found.maximum
+    q01, q99 = stats.quantiles
+    columns = {"min": low, "q01": q01, "mean": stats.mean, "std": stats.std, "q99": q99}
+    columns["max"] = high
     rows = []
     for dim, name in enumerate(names):
-        low, high = statistics.minimum[dim], statistics.maximum[dim]
-        values = (low, q01[dim], stats.mean[dim], stats.std[dim], q99[dim], high)
-        bars = histogram(statistics.sample[dim], low, high)
-        rows.append([name, *(f"{value:.4g}" for value in values), bars])
-    numeric = ("min", "q01", "mean", "std", "q99", "max")
-    title = f"{key}: {statistics.count:,} values per dimension"
-    made = table(("", *numeric, "min … max"), rows, title=title, right=numeric)
+        numbers = (f"{values[dim]:.4g}" for values in columns.values())
+        rows.append([name, *numbers, histogram(found.sample[dim], low[dim], high[dim])])
+    title = f"{key}: {found.count:,} values per dimension"
+    made = table(("", *columns, "min … max"), rows, title=title, right=columns)
     made.columns[-1].no_wrap = True
     return made
 

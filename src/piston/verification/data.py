@@ -17,7 +17,7 @@ import re
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,79 +48,75 @@ if TYPE_CHECKING:
 _TOLERANCE = 1e-6
 # The reference computes rates in float32.
 _RATE_TOLERANCE = 2e-7
-_Arrays = Mapping[str, np.ndarray]
-_UNDERSTOOD = re.compile(
-    r"(prompts|fast)$|lr/|make_bool_mask\(|aloha/(state|actions)$|resize/.*/(in|out)$|"
-    r"aloha/adapt_(True|False)/(plain|delta)/(state|model_actions|robot_actions)$|"
-    r"norm/(x|wide_x|mean|std|q01|q99)$|norm/(un)?normalized(_wide)?_quantile_(True|False)$"
+_SUFFIX = "_expected_items.npz"
+_PAD = "_is_pad"
+# Names of values that the comparison of another one needs, or that `_aloha` compares.
+_USED = (
+    r"aloha/(state|actions)|aloha/adapt_(True|False)/(plain|delta)/(state|(model|robot)_actions)|"
+    r"resize/.*/out|norm/(x|wide_x|mean|std|q01|q99)"
 )
 
 
 def replay_transforms(path: Path) -> Iterator[Quantity]:
-    facts: dict[str, Any] = json.loads(path.read_text())
-    arrays = dict(np.load(path.with_suffix(".npz")))
-    for name in sorted((*facts, *arrays)):
-        if not _UNDERSTOOD.match(name):
-            yield failed(name, "not understood: nothing here compares it")
-    for name, fact in facts.items():
-        if call := re.fullmatch(r"make_bool_mask\(([-\d, ]*)\)", name):
-            dims = [int(word) for word in call[1].split(",") if word.strip()]
-            yield equal(name, make_bool_mask(*dims), fact)
+    values: dict[str, Any] = {**json.loads(path.read_text()), **np.load(path.with_suffix(".npz"))}
+    for case in sorted({m[1] for name in values if (m := re.match(r"(aloha/adapt_.*)/", name))}):
+        yield from _aloha(case, values)
+    for name, value in values.items():
+        if found := re.fullmatch(r"make_bool_mask\(([-\d, ]*)\)", name):
+            dims = [int(word) for word in found[1].split(",") if word.strip()]
+            yield equal(name, make_bool_mask(*dims), value)
         elif name.startswith("lr/"):
             # Relative to the largest rate: an absolute 1e-6 would not test rates of 1e-5.
-            largest = np.abs(fact["lr"]).max()
-            rates = np.array([CosineDecaySchedule(**fact["args"])(step) for step in fact["steps"]])
-            expected = np.array(fact["lr"]) / largest
-            yield close(f"{name} / largest", rates / largest, expected, _RATE_TOLERANCE)
-    for case in sorted({m[1] for name in arrays if (m := re.match(r"(aloha/adapt_.*)/", name))}):
-        yield from _aloha(case, arrays)
-    stats = {}
-    if "norm/x" in arrays:
-        stats["x"] = NormStats(*(arrays[f"norm/{part}"] for part in ("mean", "std", "q01", "q99")))
-    for name in sorted(arrays):
-        if found := re.fullmatch(r"norm/(un)?normalized(_wide)?_quantile_(True|False)", name):
-            convert = (Unnormalize if found[1] else Normalize)(stats, found[3] == "True")
-            values = arrays["norm/wide_x" if found[2] else "norm/x"]
-            yield close(name, convert({"x": values})["x"], arrays[name], _TOLERANCE)
+            expected, largest = np.array(value["lr"]), np.abs(value["lr"]).max()
+            rates = np.array(list(map(CosineDecaySchedule(**value["args"]), value["steps"])))
+            yield close(f"{name} / largest", rates / largest, expected / largest, _RATE_TOLERANCE)
+        elif found := re.fullmatch(r"norm/(un)?normalized(_wide)?_quantile_(True|False)", name):
+            stats = NormStats(*(values[f"norm/{part}"] for part in ("mean", "std", "q01", "q99")))
+            convert = (Unnormalize if found[1] else Normalize)({"x": stats}, found[3] == "True")
+            x = values["norm/wide_x" if found[2] else "norm/x"]
+            yield close(name, convert({"x": x})["x"], value, _TOLERANCE)
         elif found := re.fullmatch(r"(resize/.*)/in", name):
-            expected = arrays[f"{found[1]}/out"]
-            yield equal(found[1], resize_with_pad(arrays[name], *expected.shape[-3:-1]), expected)
-    if "prompts" in facts or "fast" in facts:
-        # The tokenizers beside the case if there are any, else the public ones.
-        beside = path.parent / "tokenizers"
-        model, folder = beside / "paligemma_tokenizer.model", beside / "fast"
-        text = PaligemmaTokenizer(*([str(model)] if model.is_file() else []))
-        fast = FASTTokenizer(*([str(folder)] if folder.is_dir() else []))
-        for index, fact in enumerate(facts.get("prompts", [])):
-            yield from _prompt(f"prompt {index}", fact, text)
-        for index, fact in enumerate(facts.get("fast", [])):
-            yield from _fast(f"fast {index} ({fact['horizon']}×{fact['dim']})", fact, text, fast)
+            expected = values[f"{found[1]}/out"]
+            yield equal(found[1], resize_with_pad(value, *expected.shape[-3:-1]), expected)
+        elif name in ("prompts", "fast"):
+            yield from _tokenized(name, value, path.parent / "tokenizers")
+        elif not re.fullmatch(_USED, name):
+            yield failed(name, "not understood: nothing here compares it")
 
 
-def _aloha(case: str, arrays: _Arrays) -> Iterator[Quantity]:
+def _aloha(case: str, values: Mapping[str, Any]) -> Iterator[Quantity]:
     _, adapt, kind = case.split("/")
     adapt_to_pi = adapt == "adapt_True"
     delta = [kind == "delta" and on for on in JOINTS]
     to_model = compose([AlohaInputs(adapt_to_pi=adapt_to_pi), DeltaActions(delta)])
     to_robot = compose([AbsoluteActions(delta), AlohaOutputs(adapt_to_pi=adapt_to_pi)])
-    state, actions = arrays["aloha/state"], arrays["aloha/actions"]
+    state, actions = values["aloha/state"], values["aloha/actions"]
     # The adapter needs an image; it does not change the values.
     black = np.zeros((*state.shape[:-1], 2, 2, 3), np.uint8)
     inputs = to_model({"images": {"cam_high": black}, "state": state, "actions": actions})
-    expected = {n: arrays[f"{case}/{n}"] for n in ("state", "model_actions", "robot_actions")}
+    expected = {n: values[f"{case}/{n}"] for n in ("state", "model_actions", "robot_actions")}
     back = to_robot({"state": expected["state"], "actions": expected["model_actions"]})
     found = (inputs["state"], inputs["actions"], back["actions"])
     for actual, (name, value) in zip(found, expected.items()):
         yield close(f"{case}/{name}", actual, value, _TOLERANCE)
 
 
-def _prompt(name: str, case: Mapping[str, Any], text: TextTokenizer) -> Iterator[Quantity]:
-    sample = {"prompt": case["prompt"], "state": np.array(case["state"])}
-    for family, state_in_prompt in (("pi0", False), ("pi05", True)):
-        expected, mask = case[f"{family}_tokens"], np.array(case[f"{family}_mask"], bool)
-        result = TokenizePrompt(text, len(expected), discrete_state_input=state_in_prompt)(sample)
-        yield equal(f"{name} {family} tokens", result["tokenized_prompt"], expected)
-        yield equal(f"{name} {family} mask", result["tokenized_prompt_mask"], mask)
+def _tokenized(kind: str, cases: Sequence[Mapping[str, Any]], folder: Path) -> Iterator[Quantity]:
+    # The tokenizers beside the case if there are any, else the public ones.
+    model = folder / "paligemma_tokenizer.model"
+    text = PaligemmaTokenizer(*([str(model)] if model.is_file() else []))
+    if kind == "fast":
+        fast = FASTTokenizer(*([str(folder / "fast")] if (folder / "fast").is_dir() else []))
+        for index, case in enumerate(cases):
+            yield from _fast(f"fast {index} ({case['horizon']}×{case['dim']})", case, text, fast)
+        return
+    for index, case in enumerate(cases):
+        sample = {"prompt": case["prompt"], "state": np.array(case["state"])}
+        for family, with_state in (("pi0", False), ("pi05", True)):
+            expected, mask = case[f"{family}_tokens"], np.array(case[f"{family}_mask"], bool)
+            result = TokenizePrompt(text, len(expected), discrete_state_input=with_state)(sample)
+            yield equal(f"prompt {index} {family} tokens", result["tokenized_prompt"], expected)
+            yield equal(f"prompt {index} {family} mask", result["tokenized_prompt_mask"], mask)
 
 
 def _fast(
@@ -157,10 +153,6 @@ def replay_norm_stats(path: Path) -> Iterator[Quantity]:
     yield equal("bytes written back", np.frombuffer(written, np.uint8), expected)
 
 
-_SUFFIX = "_expected_items.npz"
-_PAD = "_is_pad"
-
-
 def dataset_folder(path: Path) -> Path:
     """Return the folder of a data set, given it or the file of its expected items."""
     return path.with_name(path.name.removesuffix(_SUFFIX))
@@ -174,17 +166,31 @@ def replay_dataset(path: Path) -> Iterator[Quantity]:
     if not expected_file.is_file():
         yield from _seeking(open_dataset(folder))
         return
-    expected = _read_expected(expected_file)
-    lengths = {f.removesuffix(_PAD): len(v) for (_, f), v in expected.items() if f.endswith(_PAD)}
+    try:
+        stored = dict(np.load(expected_file))
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"{expected_file} cannot be read: {error}") from None
+    fields: dict[str, dict[int, np.ndarray]] = {}
+    for name, value in stored.items():
+        index, _, field = name.partition("/")
+        if not index.isdecimal() or not field:
+            raise ValueError(f"{expected_file} holds {name!r}; expected names are <index>/<field>.")
+        fields.setdefault(field, {})[int(index)] = value
+    lengths = {
+        field.removesuffix(_PAD): len(next(iter(values.values())))
+        for field, values in fields.items()
+        if field.endswith(_PAD)
+    }
     dataset = open_dataset(folder, sequences=lengths)
-    if (last := max((index for index, _ in expected), default=0)) >= len(dataset):
+    indices = sorted(set().union(*fields.values()))
+    if indices and indices[-1] >= len(dataset):
         raise ValueError(
-            f"{expected_file} holds item {last}, but {folder} has only {len(dataset)} frames."
+            f"{expected_file} holds item {indices[-1]}, but {folder} has only {len(dataset)} "
+            "frames."
         )
-    items = {index: dataset[index] for index in sorted({index for index, _ in expected})}
-    for field in dict.fromkeys(field for _, field in expected):
+    items = {index: dataset[index] for index in indices}
+    for field, values in fields.items():
         camera = next((c for c in dataset.cameras if c == field or c.endswith(f".{field}")), None)
-        values = {index: value for (index, other), value in expected.items() if other == field}
         name = f"{field} ({len(values)} items)"
         if camera is None and field not in items[next(iter(values))]:
             yield failed(name, f"items have no {field!r}")
@@ -194,23 +200,7 @@ def replay_dataset(path: Path) -> Iterator[Quantity]:
             actual = items[index][camera or field]
             compared.append(equal(name, np.moveaxis(actual, -1, -3) if camera else actual, value))
         different = next((one for one in compared if not np.isfinite(one.error)), compared[0])
-        wrong = sum(one.error for one in compared)
-        yield Quantity(name, wrong, 0.0, different.note)
-
-
-def _read_expected(path: Path) -> dict[tuple[int, str], np.ndarray]:
-    """Return the values by index and field."""
-    try:
-        stored = dict(np.load(path))
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
-    expected = {}
-    for name, value in stored.items():
-        index, _, field = name.partition("/")
-        if not index.isdecimal() or not field:
-            raise ValueError(f"{path} holds {name!r}; expected names are <index>/<field>.")
-        expected[int(index), field] = value
-    return expected
+        yield Quantity(name, sum(one.error for one in compared), 0.0, different.note)
 
 
 def _seeking(dataset: LeRobotDataset) -> Iterator[Quantity]:

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
 
@@ -96,34 +97,27 @@ def _autoregressive(model: Model, arrays: _Arrays) -> Iterator[Quantity]:
 def _flow(model: Pi0, num_steps: int, arrays: _Arrays) -> Iterator[Quantity]:
     observation = observation_of(arrays)
     actions, noise, time = _inputs(arrays)
-    yield from _layout(model, observation, arrays)
-    cache = model.prefill(observation)
-    t = time[:, None, None]
-    noisy = t * noise + (1 - t) * actions
-    suffix_out = model.suffix_output(noisy, time, cache)
-    yield close("suffix_out", suffix_out, arrays["out/suffix_out"], _ABSOLUTE)
-    velocity = model.velocity(noisy, time, cache)
-    yield close("velocity", velocity, arrays["out/velocity"], _ABSOLUTE)
-    sampled = model.act(observation, noise, num_steps=num_steps)
-    yield close("sampled_actions", sampled, arrays["out/sampled_actions"], _ABSOLUTE)
-    loss = _losses(model, arrays)
-    yield close("loss", loss, arrays["out/loss"], _RELATIVE, relative=True)
-
-
-def _layout(model: Pi0, observation: Observation, arrays: _Arrays) -> Iterator[Quantity]:
-    """Compare the prefix in its unpacked layout, where a token is valid."""
-    prefix = model.embed_prefix(observation)
+    # The prefix is compared in its unpacked layout, where a token is valid.
+    prefix, suffix = model.embed_prefix(observation), model.starts_block(observation.device)
     valid = prefix.packing.valid
-    suffix = model.starts_block(observation.device)
     starts = torch.cat((torch.zeros(valid.shape[1], dtype=torch.bool), suffix))
     everything = torch.cat((valid, valid.new_ones(len(valid), len(suffix))), dim=1)
     yield equal("attn_mask", masks.block_mask(everything, starts[None]), arrays["out/attn_mask"])
     yield equal("positions", masks.positions(everything), arrays["out/positions"])
-    shown = valid.numpy()
-    tokens = prefix.packing.unpack(prefix.tokens).numpy()
-    yield close("prefix_tokens", tokens[shown], arrays["out/prefix_tokens"][shown], _ABSOLUTE)
-    output = model.prefix_output(observation).numpy()
-    yield close("prefix_out", output[shown], arrays["out/prefix_out"][shown], _ABSOLUTE)
+    cache, t = model.prefill(observation), time[:, None, None]
+    noisy = t * noise + (1 - t) * actions
+    for name, actual in {
+        "prefix_tokens": prefix.packing.unpack(prefix.tokens)[valid],
+        "prefix_out": model.prefix_output(observation)[valid],
+        "suffix_out": model.suffix_output(noisy, time, cache),
+        "velocity": model.velocity(noisy, time, cache),
+        "sampled_actions": model.act(observation, noise, num_steps=num_steps),
+    }.items():
+        expected = arrays[f"out/{name}"]
+        if name.startswith("prefix"):
+            expected = expected[valid.numpy()]
+        yield close(name, actual, expected, _ABSOLUTE)
+    yield close("loss", _losses(model, arrays), arrays["out/loss"], _RELATIVE, relative=True)
 
 
 def _losses(model: Model, arrays: _Arrays) -> Float[Tensor, "b h"]:
@@ -173,14 +167,9 @@ def _gradients(model: Model, expected: Mapping[str, float]) -> Iterator[Quantity
     rounding = float(np.finfo(np.float32).eps) * max(expected.values())
     errors = {}
     for path, norm in expected.items():
-        parts = [name.split("*") for name in openpi_jax.TABLE[path].names]
-        found = math.sqrt(
-            sum(
-                square
-                for name, square in squares.items()
-                if any(name.startswith(p[0]) and name.endswith(p[-1]) for p in parts)
-            )
-        )
+        patterns = openpi_jax.TABLE[path].names
+        parts = [n for n in squares if any(fnmatchcase(n, pattern) for pattern in patterns)]
+        found = math.sqrt(sum(squares[name] for name in parts))
         errors[path] = abs(found - norm) / (norm + rounding / _GRADIENT)
     worst = max(errors, key=lambda path: errors[path])
     yield Quantity(
