@@ -13,7 +13,7 @@ import torch
 from torch.testing import assert_close
 
 from piston.models import cpu, precision
-from piston.models.cpu import prefers_float32, read_cpuinfo, tiles_are_broken
+from piston.models.cpu import read_cpuinfo
 
 TILES = "sse2 avx512_bf16 amx_bf16 amx_tile"
 # A result is rounded once to bfloat16: half a unit in the last of its 8 bits.
@@ -154,43 +154,35 @@ def test_reads_the_first_processor(tmp_path: Path):
     assert read_cpuinfo(tmp_path / "absent") == {}
 
 
-def test_tiles_without_their_sizes_are_broken():
-    assert tiles_are_broken(facts("GenuineIntel", TILES, level=28))
-    assert not tiles_are_broken(facts("GenuineIntel", TILES, level=32))
-    assert not tiles_are_broken(facts("GenuineIntel", "sse2 avx512_bf16", level=28))
-    assert not tiles_are_broken({})
-
-
-def test_where_float32_products_are_the_faster_ones():
-    assert not prefers_float32(facts("GenuineIntel", TILES), has_tiles=True)
-    assert prefers_float32(facts("GenuineIntel", TILES), has_tiles=False)
-    assert not prefers_float32(facts("AuthenticAMD", "sse2 avx512_bf16"), has_tiles=False)
-    assert prefers_float32(facts("AuthenticAMD", "sse2 avx2"), has_tiles=False)
-    assert not prefers_float32({"Features": "asimd bf16"}, has_tiles=False)
-    assert not prefers_float32({}, has_tiles=False)
-
-
+BROKEN = facts("GenuineIntel", TILES, level=28)  # CPUID ends before the sizes of tiles
+# The processor, the user's limit for oneDNN, and what is chosen with MKL and without it.
 CHOICES = {
-    "working tiles": (facts("GenuineIntel", TILES), None, "torch"),
-    "broken tiles": (facts("GenuineIntel", TILES, level=28), None, "tiles"),
-    "broken tiles that the user insists on": (
-        facts("GenuineIntel", TILES, level=28),
-        "AVX512_CORE_AMX",
-        "torch",
+    "working tiles": (facts("GenuineIntel", TILES), None, "torch", "torch"),
+    "broken tiles": (BROKEN, None, "tiles", "float32"),
+    "broken tiles that the user insists on": (BROKEN, "AVX512_CORE_AMX", "torch", "torch"),
+    "no tiles to break": (
+        facts("GenuineIntel", "sse2 avx512_bf16", level=28),
+        None,
+        "float32",
+        "float32",
     ),
-    "no bfloat16": (facts("AuthenticAMD", "sse2 avx2"), None, "float32"),
-    "fast bfloat16 units": (facts("AuthenticAMD", "sse2 avx512_bf16"), None, "torch"),
+    "no bfloat16": (facts("AuthenticAMD", "sse2 avx2"), None, "float32", "float32"),
+    "fast bfloat16 units": (facts("AuthenticAMD", "sse2 avx512_bf16"), None, "torch", "torch"),
+    "ARM": ({"Features": "asimd bf16"}, None, "torch", "torch"),
+    "unknown": ({}, None, "torch", "torch"),
 }
 
 
-@pytest.mark.parametrize(("processor", "allowed", "expected"), CHOICES.values(), ids=CHOICES)
-def test_the_choice_of_a_product(processor, allowed, expected, monkeypatch):
+@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("has_mkl", [True, False])
+def test_the_choice_of_a_product(name, has_mkl, monkeypatch):
+    processor, allowed, with_mkl, without = CHOICES[name]
     monkeypatch.setattr(cpu, "read_cpuinfo", lambda: processor)
-    monkeypatch.setattr(cpu, "_mkl_product", lambda: print)
+    monkeypatch.setattr(cpu, "_mkl_product", lambda: print if has_mkl else None)
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     if allowed is not None:
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", allowed)
-    assert cpu.choose_product.__wrapped__() == expected
-    limit = "AVX512_CORE_BF16" if expected == "tiles" else allowed
+    assert cpu.choose_product.__wrapped__() == (with_mkl if has_mkl else without)
+    limit = "AVX512_CORE_BF16" if name == "broken tiles" else allowed
     assert os.environ.get("ONEDNN_MAX_CPU_ISA") == limit
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)

@@ -24,17 +24,14 @@ TokenizerName = Literal["paligemma", "bytes"]
 
 _FLOW_CAMERAS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
 _FAST_CAMERAS = ("base_0_rgb", "base_1_rgb", "wrist_0_rgb")
+_PROMPT_LENGTHS = {"π0": 48, "π0.5": 200, "π0-FAST": 250}
 
 
 def _require_positive(size: object, but: Sequence[str] = ()) -> None:
-    for field in dataclasses.fields(size):  # type: ignore[arg-type]
-        value = getattr(size, field.name)
-        is_count = type(value) is int and (value > 0 or field.name in but)
-        if not is_count and field.name != "lora":
-            raise ValueError(
-                f"{type(size).__name__}.{field.name} must be a whole number of at least 1, is "
-                f"{value!r}."
-            )
+    for name, value in vars(size).items():
+        if name != "lora" and (type(value) is not int or (value < 1 and name not in but)):
+            kind = type(size).__name__
+            raise ValueError(f"{kind}.{name} must be a whole number of at least 1, is {value!r}.")
 
 
 @register("lora")
@@ -141,9 +138,8 @@ Size = TypeVar("Size", GemmaSize, VisionSize)
 
 def size_name(size: GemmaSize | VisionSize) -> str:
     """Return the name of a known size, else its numbers in the form that `parse_*_size` reads."""
-    table: Mapping[str, GemmaSize | VisionSize] = GEMMA if isinstance(size, GemmaSize) else VISION
-    for name, known in table.items():
-        if known == size:
+    for name, known in (*GEMMA.items(), *VISION.items()):
+        if known == size:  # sizes of different classes are never equal
             return name
     numbers = dataclasses.asdict(size)
     for name, number in (numbers.pop("lora", None) or {}).items():
@@ -156,9 +152,8 @@ def _parse_size(kind: type[Size], known: Mapping[str, Size], text: str) -> Size:
     """Return a known size by its name, or one of the numbers in `width=…,depth=…`."""
     if text in known:
         return known[text]
-    fields = {field.name for field in dataclasses.fields(kind)} - {"lora"}
+    required = {field.name for field in dataclasses.fields(kind)} - {"lora", "stem"}
     adapters = {"lora_rank", "lora_alpha", "lora_attention", "lora_mlp"}
-    allowed = fields | (adapters if kind is GemmaSize else set())
     try:
         pairs = [(name, float(number)) for name, number in (p.split("=") for p in text.split(","))]
     except ValueError:
@@ -166,17 +161,17 @@ def _parse_size(kind: type[Size], known: Mapping[str, Size], text: str) -> Size:
     numbers: dict[str, float] = dict(pairs)
     if len(numbers) < len(pairs):
         raise ValueError(f"Size {text!r} gives a name twice.")
-    if not fields - {"stem"} <= numbers.keys() <= allowed:
+    if not required <= numbers.keys() <= required | (adapters if kind is GemmaSize else {"stem"}):
         raise ValueError(
             f"Unknown size {text!r}. Known: {', '.join(known)}; or give all of "
-            + ",".join(f"{name}=N" for name in sorted(fields - {"stem"}))
+            + ",".join(f"{name}=N" for name in sorted(required))
         )
     for name, number in numbers.items():
         if name in ("lora_attention", "lora_mlp") and number not in (0, 1):
             raise ValueError(f"{name} must be 0 or 1, is {number:g}.")
         if name != "lora_alpha" and not number.is_integer():  # neither is infinity
             raise ValueError(f"{name} must be a whole number, is {number:g}.")
-    parts: dict[str, Any] = {name: int(numbers[name]) for name in fields & numbers.keys()}
+    parts: dict[str, Any] = {n: int(numbers[n]) for n in numbers.keys() - adapters}
     lora = {name.removeprefix("lora_"): n for name, n in numbers.items() if name in adapters}
     if lora and "rank" not in lora:
         raise ValueError(f"Size {text!r} has lora_{' and lora_'.join(lora)} but no lora_rank.")
@@ -232,8 +227,8 @@ class ModelConfig(abc.ABC):
     def __post_init__(self) -> None:
         counts = ("action_dim", "action_horizon", "prompt_length", "vocab_size", "image_size")
         for name in (*counts, "max_decoding_steps"):
-            if getattr(self, name, 1) < 1:
-                raise ValueError(f"model.{name} must be at least 1, is {getattr(self, name)}.")
+            if (count := getattr(self, name, 1)) < 1:
+                raise ValueError(f"model.{name} must be at least 1, is {count}.")
         if not self.cameras or len(set(self.cameras)) != len(self.cameras):
             raise ValueError(f"model.cameras must be distinct names, found {self.cameras}.")
         if self.image_size % self.vision.patch:
@@ -253,19 +248,14 @@ class ModelConfig(abc.ABC):
         """The model's name as people say it."""
 
     @property
-    @abc.abstractmethod
-    def usual_prompt_length(self) -> int:
-        """Tokens kept for the prompt when `max_token_len` does not say."""
-
-    @property
-    @abc.abstractmethod
     def uses_quantiles(self) -> bool:
         """Whether states and actions are normalised by quantiles rather than mean and std."""
+        return self.family != "π0"
 
     @property
-    @abc.abstractmethod
     def state_in_prompt(self) -> bool:
         """Whether the state is written into the prompt as numbers."""
+        return self.family != "π0"
 
     # Whether actions are denoised by a flow; otherwise they are written as tokens.
     denoises: ClassVar[bool] = True
@@ -281,7 +271,8 @@ class ModelConfig(abc.ABC):
 
     @property
     def prompt_length(self) -> int:
-        return self.usual_prompt_length if self.max_token_len is None else self.max_token_len
+        usual = _PROMPT_LENGTHS[self.family]
+        return usual if self.max_token_len is None else self.max_token_len
 
     @property
     def tokens_per_camera(self) -> int:
@@ -320,16 +311,8 @@ class Pi0Config(ModelConfig):
         return "π0.5" if self.pi05 else "π0"
 
     @property
-    def usual_prompt_length(self) -> int:
-        return 200 if self.pi05 else 48
-
-    @property
     def state_in_prompt(self) -> bool:
         return self.pi05 if self.discrete_state_input is None else self.discrete_state_input
-
-    @property
-    def uses_quantiles(self) -> bool:
-        return self.pi05
 
 
 @register("pi0_fast")
@@ -338,8 +321,6 @@ class Pi0FASTConfig(ModelConfig):
     """The autoregressive model: actions as FAST tokens."""
 
     family = "π0-FAST"
-    usual_prompt_length = 250
-    state_in_prompt = uses_quantiles = True
     denoises = masks_absent_cameras = uses_augmentation = False
 
     # Actions per chunk.

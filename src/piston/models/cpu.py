@@ -19,7 +19,7 @@ import ctypes
 import functools
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,37 +48,25 @@ def read_cpuinfo(path: Path = _CPUINFO) -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in (ln.partition(":") for ln in lines)}
 
 
-def tiles_are_broken(facts: Mapping[str, str]) -> bool:
-    """Return whether a virtual machine shows tiles but ends CPUID before the leaf of their sizes.
-
-    oneDNN then reads zeros, and the first bfloat16 product dies with an illegal instruction.
-    """
-    last_leaf = int(facts.get("cpuid level", _TILE_LEAF))
-    return "amx_tile" in facts.get("flags", "").split() and last_leaf < _TILE_LEAF
-
-
-def prefers_float32(facts: Mapping[str, str], has_tiles: bool) -> bool:
-    """Return whether PyTorch multiplies float32 faster than bfloat16 here: on most x86."""
-    flags = facts.get("flags", "").split()
-    has_fast_units = "avx512_bf16" in flags and facts.get("vendor_id") != "GenuineIntel"
-    return "sse2" in flags and not has_tiles and not has_fast_units
-
-
 @functools.cache
 def choose_product() -> Product:
     """Choose the fastest product of bfloat16 matrices on this CPU.
 
-    Where oneDNN cannot use the tiles it is kept from trying, through its environment variable,
-    which it reads before its first product; a value that the user has set is respected.
+    Some virtual machines show tiles but end CPUID before the leaf of their sizes: oneDNN then reads
+    zeros, and its first product dies with an illegal instruction. There it is kept from trying,
+    through its environment variable, which it reads before its first product; a value that the user
+    has set is respected.
     """
     facts = read_cpuinfo()
-    has_tiles = "amx_bf16" in facts.get("flags", "").split()
-    if tiles_are_broken(facts):
+    flags = facts.get("flags", "").split()
+    has_tiles = "amx_bf16" in flags
+    if "amx_tile" in flags and int(facts.get("cpuid level", _TILE_LEAF)) < _TILE_LEAF:
         allowed = os.environ.setdefault(_ISA_VARIABLE, "AVX512_CORE_BF16")
         has_tiles = "AMX" in allowed or allowed == "DEFAULT"
         if not has_tiles and _mkl_product() is not None:
             return "tiles"
-    return "float32" if prefers_float32(facts, has_tiles) else "torch"
+    has_fast_units = "avx512_bf16" in flags and facts.get("vendor_id") != "GenuineIntel"
+    return "float32" if "sse2" in flags and not has_tiles and not has_fast_units else "torch"
 
 
 @functools.cache
@@ -101,18 +89,14 @@ def _multiply(a: Float[Tensor, "m k"], b: Float[Tensor, "k n"], out: Float[Tenso
     """Write the float32 product of two bfloat16 matrices to `out`, which is contiguous."""
     product = _mkl_product()
     assert product is not None
-    (layout_a, stride_a), (layout_b, stride_b) = _layout(a), _layout(b)
-    sizes = (_ROW_MAJOR, layout_a, layout_b, *out.shape, a.shape[1])
-    factors = (1.0, a.data_ptr(), stride_a, b.data_ptr(), stride_b)
-    product(*sizes, *factors, 0.0, out.data_ptr(), out.shape[1])
-
-
-def _layout(matrix: Tensor) -> tuple[int, int]:
-    """Return whether a matrix is transposed in memory, and the distance of its rows (columns)."""
-    by_rows, by_columns = matrix.stride()
-    if by_columns == 1 and by_rows >= matrix.shape[1]:
-        return _AS_IS, by_rows
-    return _TRANSPOSED, by_columns
+    layouts, operands = [], []
+    for matrix in (a, b):
+        by_rows, by_columns = matrix.stride()
+        as_is = by_columns == 1 and by_rows >= matrix.shape[1]
+        layouts.append(_AS_IS if as_is else _TRANSPOSED)
+        operands += [matrix.data_ptr(), by_rows if as_is else by_columns]
+    sizes = (*out.shape, a.shape[1])
+    product(_ROW_MAJOR, *layouts, *sizes, 1.0, *operands, 0.0, out.data_ptr(), out.shape[1])
 
 
 @torch.library.custom_op(
@@ -135,10 +119,10 @@ def tile_product(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) 
         return out
     # Otherwise in parts along the longer side, which are rounded while they are in the cache.
     size = max(1, _PART // min(rows, columns))
-    everything = slice(None)
     for start in range(0, max(rows, columns), size):
-        piece = slice(start, start + size)
-        of_a, of_b = (everything, piece) if columns >= rows else (piece, everything)
+        of_a, of_b = slice(None), slice(start, start + size)
+        if columns < rows:
+            of_a, of_b = of_b, of_a
         place = out[of_a, of_b]
         # Each thread keeps its memory: page faults of new memory cost more than a product.
         memory: Tensor | None = getattr(_scratch, "memory", None)
