@@ -197,7 +197,7 @@ def _download(location: str, target: Path, force: bool) -> None:
     logger.info("Downloading %s to %s", location, target)
     scheme, _, path = location.partition("://")
     if scheme in _HTTP:
-        source: Source = functools.partial(_open_http, location)
+        source: Source = lambda start, _: _open_http(location, start)  # noqa: E731
     else:
         try:
             files = fsspec.filesystem(scheme, skip_instance_cache=True)
@@ -412,7 +412,7 @@ class _EncryptedRedirects(urllib.request.HTTPRedirectHandler):
         return request
 
 
-def _open_http(location: str, start: int, again: bool = False, ranges: bool = True) -> _Stream:  # noqa: ARG001
+def _open_http(location: str, start: int, ranges: bool = True) -> _Stream:
     """Open a URL. fsspec's HTTP files do not notice that a file changed between two requests.
 
     The first request too asks for a range: its answer states the size also where there is no

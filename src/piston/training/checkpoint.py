@@ -16,12 +16,12 @@ import functools
 import logging
 import pickle
 import shutil
-import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -108,11 +108,11 @@ class CheckpointWriter:
     ) -> None:
         self._config, self._folder = config, folder
         self._processes, self._pipeline = processes, pipeline
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._pool = ThreadPoolExecutor(1, "checkpoint")
+        self._saving: Future[Exception | None] | None = None
         self._gigabytes = 0.0
         # The last save of the run, which is tried again if it fails.
-        self._last: Callable[[], None] | None = None
+        self._last: Callable[[], Exception | None] | None = None
 
     def save(
         self, trainer: Trainer, step: int, progress: Mapping[str, Any], *, last: bool = False
@@ -128,21 +128,22 @@ class CheckpointWriter:
             self._gigabytes = sum(t.nbytes for t in (*state.values(), *served.values())) / 1e9
             write = functools.partial(self._write, step, state, served, progress)
             self._last = write if last else None
-            self._start(write)
+            self._saving = self._pool.submit(write)
 
-    def wait(self) -> None:
-        """Wait until no process is writing. A failed save has been logged and is not raised."""
-        self._join()
+    def wait(self) -> Exception | None:
+        """Wait until no process is writing; return the error of a failed save, which was logged."""
+        error = None if self._saving is None else self._saving.result()
         self._processes.wait_for_all()
+        return error
 
     def finish(self) -> None:
         """Wait for the last save; if the disk was full, try it again for some minutes.
 
         Raise OSError if it still fails: what was trained since the previous save would be lost.
         """
-        self.wait()
+        error = self.wait()
         for _ in range(_ATTEMPTS):
-            may_help = self._last is not None and isinstance(self._error, OSError)
+            may_help = self._last is not None and isinstance(error, OSError)
             if not any(self._processes.sum(may_help)):
                 break
             if self._processes.is_first:
@@ -153,31 +154,22 @@ class CheckpointWriter:
                 )
             time.sleep(_PAUSE)
             if self._last is not None:
-                self._start(self._last)
-            self.wait()
-        if self._error is not None:
+                self._saving = self._pool.submit(self._last)
+            error = self.wait()
+        if error is not None:
             steps = saved_steps(self._folder)
             start = f"after step {steps[-1]}, the newest checkpoint" if steps else "from the start"
             raise OSError(
                 f"The last checkpoint, about {self._gigabytes:.1f} GB, could not be written to "
-                f"{self._folder}: {self._error}. Free some space there and continue with --resume, "
+                f"{self._folder}: {error}. Free some space there and continue with --resume, "
                 f"{start}."
-            ) from self._error
+            ) from error
 
     def __enter__(self) -> CheckpointWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._join()  # without waiting for other processes, which may have failed elsewhere
-
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-    def _start(self, write: Callable[[], None]) -> None:
-        self._thread = threading.Thread(target=write, name="checkpoint")
-        self._thread.start()
+        self._pool.shutdown()  # does not wait for other processes, which may have failed
 
     def _write(
         self,
@@ -185,9 +177,9 @@ class CheckpointWriter:
         state: dict[str, Tensor],
         served: dict[str, Tensor],
         progress: Mapping[str, Any],
-    ) -> None:
-        folder = self._folder / str(step)
-        temporary, self._error = folder.with_name(f"{step}.partial"), None
+    ) -> Exception | None:
+        """Write a checkpoint; return the error if that fails."""
+        folder, temporary = self._folder / str(step), self._folder / f"{step}.partial"
         try:
             group = _process_group(self._config, self._processes)
             dcp.save(state, checkpoint_id=temporary / _STATE, **group)
@@ -205,16 +197,18 @@ class CheckpointWriter:
                 self._delete_old()
         except (Exception, CheckpointException) as failure:
             # Training continues: the next save may succeed, and earlier ones are untouched.
-            self._error = _cause(failure)
+            error = _cause(failure)
             if self._processes.is_first:
                 shutil.rmtree(temporary, ignore_errors=True)
                 logger.error(
                     "The checkpoint of step %d was not saved: %s (about %.1f GB are needed, %.1f "
                     "GB are free there). Earlier ones are untouched%s",
-                    *(step, self._error, self._gigabytes),
+                    *(step, error, self._gigabytes),
                     shutil.disk_usage(self._folder).free / 1e9,
                     "." if self._last else "; training continues, and the next save tries again.",
                 )
+            return error
+        return None
 
     def _delete_old(self) -> None:
         steps = saved_steps(self._folder)
@@ -314,10 +308,13 @@ class _StateReader(dcp.FileSystemReader):
     """DCP's reader, except that `.metadata`, a pickle, may create only what DCP itself stores."""
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:  # noqa: ARG002
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
+        path = Path(self.path) / ".metadata"
+        with path.open("rb") as file:
+            unpickler = _MetadataUnpickler(file)
+            unpickler.path = path
+            metadata = unpickler.load()
         if not isinstance(metadata, Metadata):
-            raise ValueError(f"{self.path}/.metadata does not describe a saved training state.")
+            raise ValueError(f"{path} does not describe a saved training state.")
         metadata.storage_meta = metadata.storage_meta or dcp.metadata.StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
@@ -326,21 +323,12 @@ class _StateReader(dcp.FileSystemReader):
 class _MetadataUnpickler(pickle.Unpickler):
     """Creates DCP's own records and nothing else: a checkpoint file must not run code."""
 
-    _OTHERS = frozenset(
-        {
-            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-            ("torch.serialization", "_get_layout"),
-            ("torch", "Size"),
-            ("pathlib", "Path"),
-            ("pathlib", "PosixPath"),
-            ("pathlib", "WindowsPath"),
-            ("pathlib._local", "PosixPath"),
-        }
+    path: Path  # for the error message
+    _OTHERS = (
+        *("torch.Size", "torch.distributed.checkpoint.filesystem._StorageInfo"),
+        *("torch.serialization._get_layout", "pathlib.Path", "pathlib.PosixPath"),
+        *("pathlib.WindowsPath", "pathlib._local.PosixPath"),
     )
-
-    def __init__(self, file: IO[bytes]) -> None:
-        super().__init__(file)
-        self._path = getattr(file, "name", "the file")
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch.distributed.checkpoint.metadata":
@@ -349,9 +337,9 @@ class _MetadataUnpickler(pickle.Unpickler):
                 return found
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if (module, name) in self._OTHERS:
+        if f"{module}.{name}" in self._OTHERS:
             return super().find_class(module, name)
         raise ValueError(
-            f"{self._path} refers to {module}.{name}, which no training state contains. The file "
-            "is damaged or was made to run code: do not resume from it."
+            f"{self.path} refers to {module}.{name}, which no training state contains. The file is "
+            "damaged or was made to run code: do not resume from it."
         )

@@ -137,7 +137,18 @@ def begin(run: Run, config: TrainConfig, processes: Processes) -> None:
         if config.overwrite and run.folder.exists():
             shutil.rmtree(run.folder)
         run.folder.mkdir(parents=True, exist_ok=True)
-        _clean_up(run)
+        # Remove what a killed process left behind and set damaged checkpoints aside.
+        for pattern in UNFINISHED:
+            for leftover in run.folder.glob(pattern):
+                shutil.rmtree(leftover)
+        for step in saved_steps(run.folder):
+            if step >= run.first_step:  # damaged; a warning has been logged
+                damaged = run.folder / f"{step}.damaged"
+                shutil.rmtree(damaged, ignore_errors=True)
+                (run.folder / str(step)).rename(damaged)
+        remove_metrics_after(run.folder / METRICS, run.first_step - 1)
+        if run.resumed is None:
+            (run.folder / WANDB_ID).unlink(missing_ok=True)
         text = json.dumps(to_json(config), indent=2)
         before = flatten_dict(_read_config(path), ".")
         changed = [
@@ -157,21 +168,6 @@ def begin(run: Run, config: TrainConfig, processes: Processes) -> None:
                 "run need the same disk: set --checkpoint-base-dir to a shared folder."
             )
         time.sleep(0.5)
-
-
-def _clean_up(run: Run) -> None:
-    """Remove what a killed process left behind and set damaged checkpoints aside."""
-    for pattern in UNFINISHED:
-        for leftover in run.folder.glob(pattern):
-            shutil.rmtree(leftover)
-    for step in saved_steps(run.folder):
-        if step >= run.first_step:  # damaged; a warning has been logged
-            damaged = run.folder / f"{step}.damaged"
-            shutil.rmtree(damaged, ignore_errors=True)
-            (run.folder / str(step)).rename(damaged)
-    remove_metrics_after(run.folder / METRICS, run.first_step - 1)
-    if run.resumed is None:
-        (run.folder / WANDB_ID).unlink(missing_ok=True)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
