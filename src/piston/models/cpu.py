@@ -30,8 +30,6 @@ from torch import Tensor
 # How bfloat16 is multiplied: by PyTorch, in matrix tiles through MKL, or in float32 and rounded.
 Product = Literal["torch", "tiles", "float32"]
 
-_CPUINFO = Path("/proc/cpuinfo")
-_ISA_VARIABLE = "ONEDNN_MAX_CPU_ISA"
 # The CPUID leaf that holds the sizes of tiles.
 _TILE_LEAF = 0x1D
 # Rounding works on parts of this many numbers, small enough to stay in the cache.
@@ -40,7 +38,7 @@ _PART = 2**21
 _ROW_MAJOR, _AS_IS, _TRANSPOSED = 101, 111, 112
 
 
-def read_cpuinfo(path: Path = _CPUINFO) -> dict[str, str]:
+def read_cpuinfo(path: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
     """Return the entries of the first processor; none where there is no such file."""
     if not path.is_file():
         return {}
@@ -61,7 +59,7 @@ def choose_product() -> Product:
     flags = facts.get("flags", "").split()
     has_tiles = "amx_bf16" in flags
     if "amx_tile" in flags and int(facts.get("cpuid level", _TILE_LEAF)) < _TILE_LEAF:
-        allowed = os.environ.setdefault(_ISA_VARIABLE, "AVX512_CORE_BF16")
+        allowed = os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
         has_tiles = "AMX" in allowed or allowed == "DEFAULT"
         if not has_tiles and _mkl_product() is not None:
             return "tiles"
@@ -161,11 +159,3 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 
 
 tile_product.register_autograd(_backward, setup_context=_save_inputs)
-
-
-def tile_linear(
-    x: Float[Tensor, "*b i"], weight: Float[Tensor, "o i"], bias: Float[Tensor, " o"] | None
-) -> Float[Tensor, "*b o"]:
-    """Return x · weightᵀ + bias for a bfloat16 x; the others may have another dtype."""
-    product = tile_product(x.reshape(-1, x.shape[-1]), weight.t(), bias, torch.bfloat16)
-    return product.view(*x.shape[:-1], len(weight))

@@ -41,7 +41,9 @@ class Linear(nn.Linear):
     def forward(self, x: Float[Tensor, "*b i"]) -> Float[Tensor, "*b o"]:
         if x.device.type == "cpu" and x.dtype == torch.bfloat16:
             if self.cpu_product == "tiles":
-                return cpu.tile_linear(x, self.weight, self.bias)
+                rows = x.reshape(-1, x.shape[-1])
+                product = cpu.tile_product(rows, self.weight.t(), self.bias, x.dtype)
+                return product.view(*x.shape[:-1], self.out_features)
             has_many_rows = x.numel() >= _MIN_ROWS_IN_FLOAT32 * x.shape[-1]
             if self.cpu_product == "float32" and has_many_rows:
                 return linear_in_float32(x, self.weight, self.bias, x.dtype)

@@ -38,8 +38,6 @@ NUM_SKIPPED_IDS = 128
 _NUM_CHARACTERS = 0xD800
 # What a byte-level decoder writes for bytes that are not a character.
 _BROKEN = "\ufffd"
-# Longer than any chunk; the trainer's own limit would prevent merges.
-_LONGEST_PIECE = 10_000
 _BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 # Where transformers finds the class that reads a saved folder.
 _CLASS = "UniversalActionProcessor"
@@ -108,7 +106,20 @@ class FASTTokenizer:
         highest = max(int(c.max()) for c in coefficients)
         # Room below, since other data reach further than those fitted to.
         min_token = lowest - (highest - lowest) // 2 - 1
-        bpe = _train_bpe([_as_text(c, min_token) for c in coefficients], vocab_size)
+        bpe = Tokenizer(models.BPE())
+        # Characters stand for numbers, so text is not split into words.
+        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        bpe.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            min_frequency=2,
+            show_progress=False,
+            # All bytes, seen or not, so that every chunk can be encoded.
+            initial_alphabet=_BYTES,
+            # Longer than any chunk: the trainer's own limit would prevent merges.
+            max_token_length=10_000,
+        )
+        bpe.train_from_iterator([_as_text(c, min_token) for c in coefficients], trainer=trainer)
         sizes = [{c.shape[axis] for c in coefficients} for axis in (0, 1)]
         horizon, dim = (size.pop() if len(size) == 1 else None for size in sizes)
         return cls(FASTFiles(bpe.to_str(pretty=True), scale, min_token, horizon, dim))
@@ -277,23 +288,6 @@ def _as_text(coefficients: Int[np.ndarray, "k d"], min_token: int) -> str:
         )
         characters = np.clip(characters, 0, _NUM_CHARACTERS - 1)
     return "".join(map(chr, characters.ravel()))
-
-
-def _train_bpe(texts: list[str], vocab_size: int) -> Tokenizer:
-    bpe = Tokenizer(models.BPE())
-    # Characters stand for numbers, so text is not split into words.
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        min_frequency=2,
-        show_progress=False,
-        # All bytes, seen or not, so that every chunk can be encoded.
-        initial_alphabet=_BYTES,
-        max_token_length=_LONGEST_PIECE,
-    )
-    bpe.train_from_iterator(texts, trainer=trainer)
-    return bpe
 
 
 def _find(ids: list[int], part: list[int]) -> int | None:

@@ -160,7 +160,8 @@ def _read_safetensors(
     """
     entries = _read_shards(path) if path.name.endswith(".json") else read_tensor_file(path)
     used = {name: entry for name, entry in entries.items() if name.startswith(_OWN_TREES)}
-    theirs = sum(map(pytorch_names.is_pytorch_name, entries))
+    plain = map(pytorch_names.plain_name, entries)
+    theirs = sum(name.startswith("paligemma_with_expert.") for name in plain)
     if not used and not theirs:
         raise CheckpointError(
             f"{path} holds no known model: its tensors are "

@@ -18,7 +18,7 @@ import dataclasses
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -97,15 +97,15 @@ def load_into(
         raise ValueError("Part of the model is on the meta device. Build all of it on one device.")
     if any(on_meta):
         held = _held_dtypes(model, checkpoint, dtype)
-        tensors = _read_all(
-            checkpoint, lambda name: torch.empty(state[name].shape, dtype=held[name], device=device)
-        )
+        for name, tensor in state.items():
+            state[name] = torch.empty(tensor.shape, dtype=held[name], device=device)
+        _read_all(checkpoint, state)
         for name, value in (_initial_values(model.config, new) if new else {}).items():
-            tensors[name] = value.to(device=device, dtype=held[name])
-        model.load_state_dict(tensors, strict=True, assign=True)
+            state[name].copy_(value)
+        model.load_state_dict(state, strict=True, assign=True)
     else:
         try:
-            _read_all(checkpoint, state.__getitem__)
+            _read_all(checkpoint, state)
         except BaseException:
             for name in checkpoint.entries:  # a mixture of old and new weights must not be used
                 state[name].fill_(torch.nan)
@@ -146,16 +146,12 @@ def _held_dtypes(
     return held
 
 
-def _read_all(checkpoint: Checkpoint, allocate: Callable[[str], Tensor]) -> dict[str, Tensor]:
-    def read(name: str) -> tuple[str, Tensor]:
-        tensor = allocate(name)
-        checkpoint.entries[name].read_into(tensor)
-        return name, tensor
-
+def _read_all(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> None:
     # Arrays of the JAX trainer are decoded one after the other, by tensorstore's own threads.
     threads = 1 if checkpoint.format == "jax" else min(_MAX_THREADS, os.cpu_count() or 1)
-    with torch.no_grad(), ThreadPoolExecutor(threads) as pool:
-        return dict(pool.map(read, checkpoint.names()))
+    with ThreadPoolExecutor(threads) as pool:
+        entries = checkpoint.entries.items()
+        list(pool.map(lambda item: item[1].read_into(tensors[item[0]]), entries))
 
 
 def save_model(

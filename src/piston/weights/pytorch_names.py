@@ -103,7 +103,7 @@ class Translation(NamedTuple):
 
 def translate(names: Iterable[str]) -> Translation:
     """Sort foreign names; every one is in exactly one of the three groups."""
-    plain = {name: _plain(name) for name in sorted(names)}
+    plain = {name: plain_name(name) for name in sorted(names)}
     found = Translation({}, {}, [])
     # The output head may be stored beside the table that it is tied to, or alone.
     dropped = {**_DROPPED, OUTPUT_HEAD: TIED} if EMBEDDING in plain.values() else _DROPPED
@@ -125,11 +125,7 @@ def translate(names: Iterable[str]) -> Translation:
     return found
 
 
-def is_pytorch_name(name: str) -> bool:
-    return _plain(name).startswith("paligemma_with_expert.")
-
-
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """Return a name without LeRobot's prefix, in today's module tree."""
     name = name.removeprefix("model.")
     older = name.removeprefix("paligemma_with_expert.paligemma.")
