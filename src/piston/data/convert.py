@@ -35,7 +35,6 @@ from piston.data.check import bad_rows, inspect_files, left_out
 from piston.data.columns import decode_image, image_bytes
 from piston.data.dataset import LeRobotDataset
 from piston.data.features import (
-    BOOKKEEPING,
     IMAGE_NAMES,
     EpisodeStats,
     Features,
@@ -44,7 +43,7 @@ from piston.data.features import (
     image_stats,
     sampled_frames,
 )
-from piston.data.format import CAMERA_DTYPES, Episode, Feature, Metadata, keys_of
+from piston.data.format import CAMERA_DTYPES, DERIVED, Episode, Feature, Metadata, keys_of
 from piston.data.recorder import Recorder, VideoEncoding, encode_video
 from piston.data.video import TOLERANCE_S, probe_video
 from piston.data.writer import RECORDING, DatasetWriter, NewEpisode, new_info
@@ -132,9 +131,10 @@ def convert_to_v30(
         times = dataset.column("timestamp").reshape(-1)
         if is_retimed := np.abs(times - np.arange(len(times)) / metadata.fps).max() >= TOLERANCE_S:
             done.num_retimed += 1
-        videos = {key: folder / RECORDING / f"{key}.mp4" for key in keys_of(features, "video")}
-        for camera, path in videos.items():
-            done.num_encoded += _place_video(dataset, camera, path, encoding)
+        videos: dict[str, Path] = {}
+        for camera in keys_of(features, "video"):
+            videos[camera] = folder / RECORDING / f"camera-{len(videos)}.mp4"
+            done.num_encoded += _place_video(dataset, camera, videos[camera], encoding)
         converted = NewEpisode(
             columns=columns,
             frame_tasks=_frame_tasks(dataset, task),
@@ -153,11 +153,6 @@ def convert_to_v30(
         episodes = [(f"episode {episode.index}", episode.length, episode) for episode in kept]
         _convert_each(episodes, convert, done.skipped, skip_broken, progress)
         writer.close()
-    if done.num_retimed:
-        logger.warning(
-            "%s: the time stamps of %d episodes were not frame / fps; they are in the new set",
-            *(source, done.num_retimed),
-        )
     done.num_episodes, done.num_frames = writer.num_episodes, writer.num_frames
     return done
 
@@ -191,7 +186,6 @@ def _convert_each(
                     f"in {name}; to leave such episodes out: --skip-broken (skip_broken=True)"
                 )
                 raise
-            logger.warning("%s is left out: %s", name, error)
             skipped[name] = str(error)
         done += length
         progress(done, total)
@@ -207,11 +201,10 @@ def _target_features(
     features: Features = {}
     ignored, root = [], metadata.root
     for key, feature in metadata.features.items():
-        if key in BOOKKEEPING:
+        if key in DERIVED:
             continue
         if key not in (metadata.cameras if feature.dtype == "video" else stored):
             ignored.append(key)
-            logger.warning("%s: feature %r is declared but has no data", root, key)
             continue
         features[key] = Feature(key, feature.dtype, feature.shape or (1,), feature.names)
         if feature.dtype != "video":
@@ -226,7 +219,7 @@ def _target_features(
                 *(root, key, list(feature.shape), list(found)),
             )
             features[key] = Feature(key, "video", found, IMAGE_NAMES)
-    return features | BOOKKEEPING, tuple(ignored)
+    return features | DERIVED, tuple(ignored)
 
 
 def _stored_image_stats(metadata: Metadata, features: Features) -> dict[int, EpisodeStats]:
@@ -248,7 +241,7 @@ def _columns(dataset: LeRobotDataset, features: Features) -> dict[str, Any]:
     columns: dict[str, Any] = {
         key: _as_declared(dataset.column(key), feature, episode.data_path)
         for key, feature in features.items()
-        if not feature.is_camera and key not in BOOKKEEPING
+        if not feature.is_camera and key not in DERIVED
     }
     if keys := keys_of(features, "image"):
         try:

@@ -32,10 +32,6 @@ NUMERIC_DTYPES = (
     *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
 )
 IMAGE_NAMES = ["height", "width", "channels"]
-# Columns that the writer fills in itself, in LeRobot's order.
-BOOKKEEPING: Features = {
-    key: Feature(key, "float32" if key == "timestamp" else "int64", (1,)) for key in DERIVED
-}
 
 QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
 STAT_NAMES = ("min", "max", "mean", "std", "count", *QUANTILES)
@@ -51,16 +47,16 @@ class FrameError(ValueError):
 def declare_features(entries: Mapping[str, Mapping[str, Any]]) -> Features:
     """Return the features, bookkeeping last. Raise ValueError if one cannot be recorded."""
     features = {key: _declare(key, entry) for key, entry in entries.items()}
-    for key in features.keys() & BOOKKEEPING.keys():
-        if str(features[key]) != str(BOOKKEEPING[key]):
+    for key in features.keys() & DERIVED.keys():
+        if str(features[key]) != str(DERIVED[key]):
             raise ValueError(
-                f"feature {key!r} is filled in by the recorder as {BOOKKEEPING[key]}, found "
+                f"feature {key!r} is filled in by the recorder as {DERIVED[key]}, found "
                 f"{features[key]}: remove it or choose another name"
             )
-    declared = {key: one for key, one in features.items() if key not in BOOKKEEPING}
+    declared = {key: one for key, one in features.items() if key not in DERIVED}
     if not declared:
         raise ValueError("no features: declare at least one, such as 'observation.state'")
-    return declared | BOOKKEEPING
+    return declared | DERIVED
 
 
 def _declare(key: str, entry: Mapping[str, Any]) -> Feature:
@@ -86,7 +82,7 @@ def _declare(key: str, entry: Mapping[str, Any]) -> Feature:
 
 def check_frame(frame: Mapping[str, Any], features: Features) -> dict[str, np.ndarray]:
     """Return the frame as arrays of the declared shapes and types. Raise FrameError otherwise."""
-    expected = [key for key in features if key not in BOOKKEEPING]
+    expected = [key for key in features if key not in DERIVED]
     missing = [key for key in expected if key not in frame]
     extra = [key for key in frame if key not in expected]
     if missing or extra:

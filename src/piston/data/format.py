@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import numbers
 import os
-import posixpath
 import re
 import string
 from collections.abc import Iterable, Iterator, Mapping
@@ -44,8 +43,6 @@ _PATHS_V3 = {
 PATHS = {"v2.0": _PATHS_V2, "v2.1": _PATHS_V2, "v3.0": _PATHS_V3}
 PLACE = ("chunk_index", "file_index")  # of a file of v3.0
 INFO = Path("meta/info.json")
-# Readers can compute these columns from the list of episodes.
-DERIVED = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 CAMERA_DTYPES = ("video", "image")  # in files of their own, or as images in the rows
 CAMERA_IGNORED = "the camera is ignored"
 _OTHER_NAMES = {"videos": "video", "video": "videos"}  # of the folder of videos
@@ -154,6 +151,13 @@ class Feature:
         return f"{self.dtype}{list(self.shape)}"
 
 
+# Columns that writers fill in and readers can compute from the list of episodes.
+DERIVED = {
+    key: Feature(key, "float32" if key == "timestamp" else "int64", (1,))
+    for key in ("timestamp", "frame_index", "episode_index", "index", "task_index")
+}
+
+
 def keys_of(features: Mapping[str, Feature], *dtypes: str) -> list[str]:
     """Return the names of the features of these types."""
     return [key for key, feature in features.items() if feature.dtype in dtypes]
@@ -178,7 +182,7 @@ def _flat(names: Any) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Metadata:
-    """The content of `meta/`; `info` is meta/info.json unchanged."""
+    """The content of `meta/`; `info` is meta/info.json."""
 
     root: Path
     version: str
@@ -373,15 +377,15 @@ class _MetaReader:
     def _path(self, row: Row, camera: str | None = None) -> str | None:
         """Return the path of a video or of the data file; None if the row lacks its numbers."""
         index = row["episode_index"]
-        numbers = {"episode_chunk": index // chunks_size(self.info), "episode_index": index}
+        place = {"episode_chunk": index // self.info["chunks_size"], "episode_index": index}
         if self.version == "v3.0":
             prefix = f"videos/{camera}" if camera else "data"
-            numbers = {name: row.get(f"{prefix}/{name}") for name in PLACE}
+            numbers: list[Any] = [row.get(f"{prefix}/{name}") for name in PLACE]
             # pandas may have written whole numbers as floating-point ones, and NaN for none.
-            if not all(isinstance(n, int | float) and n % 1 == 0 for n in numbers.values()):
+            if not all(isinstance(n, int | float) and n % 1 == 0 for n in numbers):
                 return None
-        whole = {name: int(number) for name, number in numbers.items()}
-        return file_path(self.info, self.version, whole, camera)
+            place = dict(zip(PLACE, map(int, numbers)))
+        return file_path(self.info, self.version, place, camera)
 
     def check(self, metadata: Metadata) -> None:
         """Compare the totals and the files with the list of episodes."""
@@ -405,14 +409,13 @@ class _MetaReader:
                 self._add(name, "declared as video, has no files", CAMERA_IGNORED)
                 reported |= {(episode.index, name) for episode in metadata.episodes}
         for episode in metadata.episodes:
-            missing: dict[str | None, str] = {
-                c: "its video is missing" for c in self._cameras if c not in episode.videos
-            }
-            if episode.data_path not in self._files:
-                missing[None] = f"{episode.data_path} is missing"
-            for camera, what in missing.items():
-                if (episode.index, camera) not in reported:
+            for camera in self._cameras:
+                if camera not in episode.videos and (episode.index, camera) not in reported:
+                    what = "its video is missing"
                     self.problems.append(episode_problem(episode.index, what, camera))
+            if episode.data_path not in self._files:
+                what = f"{episode.data_path} is missing"
+                self.problems.append(episode_problem(episode.index, what))
         paths = (span.path for episode in metadata.episodes for span in episode.videos.values())
         renamed = any(path.startswith("video/") for path in paths)
         if renamed and not str(self.info.get("video_path")).startswith("video/"):
@@ -439,7 +442,8 @@ def read_info(root: Path) -> Row:
     info = read_json(path)
     if not isinstance(info, dict) or not isinstance(info.get("features"), dict):
         raise ValueError(f"{path} declares no features; a LeRobot data set declares them there.")
-    fps, chunk = info.get("fps"), chunks_size(info)
+    info["chunks_size"] = chunk = info.get("chunks_size") or 1000
+    fps = info.get("fps")
     if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps < float("inf"):
         raise ValueError(f"{path}: fps is {fps!r}; expected frames per second, e.g. 30.")
     if not isinstance(chunk, int) or chunk < 1:
@@ -449,11 +453,6 @@ def read_info(root: Path) -> Row:
 
 def read_features(info: Row) -> dict[str, Feature]:
     return {name: Feature.parse(name, declared) for name, declared in info["features"].items()}
-
-
-def chunks_size(info: Row) -> int:
-    """Return how many files a folder `chunk-000` has."""
-    return info.get("chunks_size") or 1000
 
 
 def file_path(
@@ -472,19 +471,18 @@ def file_path(
     field = "video_path" if camera else "data_path"
     fields: Row = {**place, "video_key": camera} if camera else {**place}
     template = info.get(field) or PATHS[version][field]
+    reason = "it leads outside the set, or its fields are others"
     try:
         used = _template_fields(template)
         if used == fields.keys() or (used < fields.keys() and not all_fields):
-            path = posixpath.normpath(template.format(**fields))
-            if path.partition("/")[0] not in ("", ".."):
+            path = template.format(**fields)
+            if not path.startswith("/") and ".." not in path.split("/"):
                 return path
-        reason = "it leads outside the set, or its fields are others"
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         reason = repr(error)
     raise ValueError(
         f"meta/info.json: {field} is {template!r}, which cannot be filled in ({reason}); expected "
-        f"is a path inside the set with the fields {', '.join(fields)}, such as "
-        f"{PATHS[version][field]!r}."
+        f"is a path inside the set with the fields {', '.join(fields)}"
     )
 
 

@@ -40,7 +40,6 @@ from piston.data.format import (
     PATHS,
     PLACE,
     Feature,
-    chunks_size,
     file_path,
     keys_of,
     read_features,
@@ -167,14 +166,14 @@ class DatasetWriter:
         self._stats = merge_stats(one for table in tables for one in _stats_of_rows(table))
         streams = {"data": "data"} | {camera: f"videos/{camera}" for camera in self._cameras}
         used = {
-            (stream, chunk * chunks_size(self.info) + file)
+            (stream, chunk * self.info["chunks_size"] + file)
             for stream, prefix in streams.items()
             for chunk, file in zip(*(column(f"{prefix}/{name}") for name in PLACE))
         }
         self._next_file = max((number for _, number in used), default=-1) + 1
         if (self.root / UNFINISHED).exists():
             for stream, chunk, file in read_json(self.root / UNFINISHED):
-                number = chunk * chunks_size(self.info) + file
+                number = chunk * self.info["chunks_size"] + file
                 if (stream, number) not in used:
                     self._path(stream, number).unlink(missing_ok=True)
             (self.root / UNFINISHED).unlink()
@@ -191,7 +190,7 @@ class DatasetWriter:
                 f"in {sorted(different)}. This set can be read, but not continued"
             )
         chunk, file = (rows[f"meta/episodes/{name}"][-1].as_py() for name in PLACE)
-        self._rows, self._rows_file = rows, chunk * chunks_size(self.info) + file
+        self._rows, self._rows_file = rows, chunk * self.info["chunks_size"] + file
         if path != self._episodes_path():
             raise ValueError(
                 f"{path} says that it is chunk {chunk}, file {file} of meta/episodes. This set can "
@@ -293,7 +292,7 @@ class DatasetWriter:
 
     def _place(self, number: int) -> dict[str, int]:
         """Return the chunk of a file and its number there."""
-        return dict(zip(PLACE, divmod(number, chunks_size(self.info))))
+        return dict(zip(PLACE, divmod(number, self.info["chunks_size"])))
 
     def _path(self, stream: str, number: int) -> Path:
         camera = None if stream == "data" else stream
