@@ -41,6 +41,7 @@ class Server(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.content = CONTENT
         self.ranges = True
+        self.shift = 0  # bytes by which a range begins later than asked for
         # or "chunked", or "close": no length, the end is the end; else the header as it is
         self.length = "plain"
         self.etag = True
@@ -74,7 +75,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         start, end = 0, len(content)
         partly = re.fullmatch(r"bytes=(\d+)-(\d*)", asked or "") if server.ranges else None
         if partly:
-            start, end = int(partly[1]), min(int(partly[2] or end) + 1, end)
+            start, end = int(partly[1]) + server.shift, min(int(partly[2] or end) + 1, end)
         if partly and start >= len(content):
             self.send_error(416)
             return
@@ -267,6 +268,12 @@ def test_a_length_that_is_no_number(server: Server, length: str) -> None:
     server.length, server.ranges = length, False
     with pytest.raises(assets.DownloadError, match=f"Content-Length is '{length}'; expected a num"):
         assets.resolve(server.location())
+
+
+def test_a_wrong_range_is_not_used(server: Server) -> None:
+    server.shift, server.break_after = 5, {1: 100_000}
+    assert assets.resolve(server.location()).read_bytes() == CONTENT
+    assert [asked for _, asked in server.requests] == ["bytes=0-", None, "bytes=100000-", None]
 
 
 @pytest.mark.parametrize("ranges", [True, False])

@@ -177,16 +177,16 @@ def _lock(target: Path, stopped: threading.Event | None = None) -> Iterator[None
     """Hold the lock of a target among all processes; the system releases it if this one dies."""
     path = home() / "locks" / target.relative_to(home() / "assets")
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(f"{path}.lock")
-    try:
-        lock.acquire(timeout=0)
-    except filelock.Timeout:
-        logger.info("Waiting for another process that is downloading %s", target)
-        while not lock.is_locked:
+    lock, timeout = filelock.FileLock(f"{path}.lock"), 0.0
+    while not lock.is_locked:
+        try:
+            lock.acquire(timeout=timeout)
+        except filelock.Timeout:
+            if not timeout:
+                logger.info("Waiting for another process that is downloading %s", target)
             if stopped is not None and stopped.is_set():
                 raise CancelledError from None
-            with contextlib.suppress(filelock.Timeout):
-                lock.acquire(timeout=0.5)
+            timeout = 0.5
     try:
         yield
     finally:
@@ -429,11 +429,11 @@ def _open_http(location: str, start: int, ranges: bool = True) -> _Stream:
         return _open_http(location, 0, ranges=False)  # the file is empty or has become shorter
     headers, size = response.headers, None
     if response.status == 206:
-        found = re.match(r"bytes (\d+)-\d+/(\d+)", headers["Content-Range"] or "")
-        if found is None:
+        found = re.match(rf"bytes {start}-\d+/(\d+)", headers["Content-Range"] or "")
+        if found is None:  # not the range that was asked for
             response.close()
             return _open_http(location, 0, ranges=False)
-        start, size = int(found[1]), int(found[2])
+        size = int(found[1])
     else:
         start, length = 0, headers["Content-Length"]
         if length is not None and not length.isdecimal():
