@@ -37,13 +37,7 @@ _FILE_SYSTEM_DELAY = 60.0
 def check_weights(config: TrainConfig) -> None:
     """Raise an error if the initial checkpoint is missing or does not fit; reads headers only."""
     if config.weights is not None:
-        checkpoint = weights.open_checkpoint(config.weights, config.model)
-        weights.check_match(
-            weights.expected_shapes(config.model),
-            checkpoint.shapes(),
-            may_be_new=config.may_be_new,
-            what=f"{checkpoint} does not fit the {config.model.family} model",
-        )
+        weights.open_checkpoint(config.weights, config.model, may_be_new=config.may_be_new)
 
 
 def read_statistics(config: TrainConfig) -> DataConfig:

@@ -5,7 +5,6 @@ from piston.weights.checkpoint import (
     MismatchError,
     build_model,
     build_on_meta,
-    check_match,
     expected_shapes,
     open_checkpoint,
 )
@@ -25,7 +24,6 @@ __all__ = [
     "MismatchError",
     "build_model",
     "build_on_meta",
-    "check_match",
     "convert",
     "expected_shapes",
     "load_adapters",

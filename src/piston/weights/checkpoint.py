@@ -77,9 +77,6 @@ class Checkpoint:
     def names(self) -> list[str]:
         return list(self.entries)
 
-    def shapes(self) -> dict[str, Shape]:
-        return shapes_of(self.entries)
-
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Read a tensor in the dtype in which it is stored, or in another one."""
         return self.entries[name].read(dtype)
@@ -92,10 +89,16 @@ class Checkpoint:
         return f"{self.path} ({self.format})"
 
 
-def open_checkpoint(location: str | Path, config: ModelConfig | None = None) -> Checkpoint:
+def open_checkpoint(
+    location: str | Path,
+    config: ModelConfig | None = None,
+    *,
+    may_be_new: Iterable[str] | None = None,
+) -> Checkpoint:
     """Open a checkpoint; its content decides the format.
 
-    Without `config`, the configuration is read from config.json or inferred.
+    Without `config`, the configuration is read from config.json or inferred. With `may_be_new`,
+    tensors that none of these patterns matches must not be missing.
     """
     path = assets.resolve(location)
     tensors = _find_tensors(path)
@@ -126,7 +129,7 @@ def open_checkpoint(location: str | Path, config: ModelConfig | None = None) -> 
             raise CheckpointError(f"{error}\n{_listing({'unexpected': lines})}") from error
     what = f"{path} ({format_}) does not fit the {config.family} model of its configuration"
     found = {**shapes_of(entries), **unknown}
-    check_match(expected_shapes(config), found, may_be_new=None, what=what)
+    check_match(expected_shapes(config), found, may_be_new=may_be_new, what=what)
     return Checkpoint(path, config, format_, entries, dropped, assumed)
 
 

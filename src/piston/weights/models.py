@@ -91,7 +91,8 @@ def load_into(
     """
     state = model.state_dict()
     what = f"{checkpoint} does not fit the {model.config.family} model"
-    new = check_match(shapes_of(state), checkpoint.shapes(), may_be_new=may_be_new, what=what)
+    found = shapes_of(checkpoint.entries)
+    new = check_match(shapes_of(state), found, may_be_new=may_be_new, what=what)
     on_meta = [tensor.is_meta for tensor in state.values()]
     if any(on_meta) and not all(on_meta):
         raise ValueError("Part of the model is on the meta device. Build all of it on one device.")
@@ -188,11 +189,8 @@ def convert(
     """
     target = Path(target).absolute()
     check_new_folder(target)
-    checkpoint = open_checkpoint(source, config)
+    checkpoint = open_checkpoint(source, config, may_be_new=())
     model = build_on_meta(checkpoint.config)
-    what = f"{checkpoint} is not a whole {checkpoint.config.family} model"
-    state = model.state_dict()
-    check_match(shapes_of(state), checkpoint.shapes(), what=what)
     held = _held_dtypes(model, checkpoint, dtype)
     if checkpoint.assumed:
         logger.warning(
@@ -204,6 +202,7 @@ def convert(
     for name, reason in checkpoint.dropped.items():
         logger.info("Left out %s: %s.", name, reason)
     with atomic_folder(target) as fresh:
+        state = model.state_dict()
         written = {name: state[name].to(held[name]) for name in checkpoint.names()}
         write_tensor_file(
             fresh / TENSORS, written, lambda name: checkpoint.tensor(name, held[name]), progress
