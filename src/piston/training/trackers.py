@@ -55,22 +55,19 @@ class Trackers:
             if value is not None and (not isinstance(value, float) or math.isfinite(value))
         }
         for name, (log, _) in self._trackers.items():
-            with self._reported(name, f"Metrics of step {step} were not written"):
-                log(step, known)
+            self._call(name, f"Metrics of step {step} were not written", log, step, known)
 
     def close(self) -> None:
         for name, (_, close) in self._trackers.items():
-            with self._reported(name, "Metrics were not all written"):
-                close()
+            self._call(name, "Metrics were not all written", close)
 
-    @contextmanager
-    def _reported(self, name: str, what: str) -> Iterator[None]:
+    def _call(self, name: str, failure: str, function: Callable[..., Any], *args: Any) -> None:
         try:
-            yield
+            function(*args)
         except Exception as error:  # third-party code may raise anything
             if name not in self._failed:
                 again = "training continues, this is logged once"
-                logger.error("%s: %s (%s; %s)", what, error, name, again)
+                logger.error("%s: %s (%s; %s)", failure, error, name, again)
             self._failed.add(name)
 
 
