@@ -281,6 +281,16 @@ def test_derived_columns_are_computed_where_they_are_missing(tmp_path):
     assert item["timestamp"] == pytest.approx(1 / FPS)
 
 
+def test_a_derived_column_that_one_file_lacks_is_computed_for_all(tmp_path):
+    folder = Folder(tmp_path / "set")
+    for episode, length in ((0, 12), (1, 9)):  # as lists of one value, of another type
+        folder.rewrite(episode, timestamp=pa.array([["?"]] * length))
+    folder.rewrite(2, timestamp=None)
+    timestamps = open_dataset(folder.root).column("timestamp")
+    expected = np.concatenate([np.arange(length) / FPS for length in (12, 9, 15)])
+    np.testing.assert_allclose(timestamps, expected, rtol=1e-6)
+
+
 def test_without_a_list_of_tasks_the_episode_says_what_to_do(tmp_path):
     folder = Folder(tmp_path / "set")
     (folder.root / "meta/tasks.jsonl").unlink()
