@@ -11,9 +11,9 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect as open_websocket
 
-from piston.client import Client, ServerBusy
+from piston.client import Client, ConnectionLost, ServerBusy
 from piston.client.codec import pack, unpack
-from piston.serving import ServerConfig
+from piston.serving import Server, ServerConfig
 
 
 def wait_until(condition, seconds: float = 5.0) -> None:
@@ -130,6 +130,56 @@ def test_api_key(start, connect, policy, observe, get):
     assert get(server.port, "/metrics", {"Authorization": "Bearer s3cret"})[0] == 401
     assert get(server.port, "/metrics")[0] == 401
     assert get(server.port, "/healthz")[0] == 200
+
+
+def test_api_key_from_a_file_or_the_environment(start, policy, observe, tmp_path, monkeypatch):
+    file = tmp_path / "key"
+    file.write_text("from-file\n")
+    monkeypatch.setenv("PISTON_API_KEY", "from-environment")
+    by_file, by_environment = start(policy, api_key_file=file), start(policy)
+    for server, options in ((by_file, {"api_key_file": file}), (by_environment, {})):
+        with Client(server.url, **options) as client:
+            assert client.infer(observe())["actions"].shape == (5, 4)
+    for server, options in ((by_file, {}), (by_environment, {"api_key": "from-file"})):
+        with pytest.raises(ConnectionLost, match="PISTON_API_KEY"):
+            Client(server.url, **options).connect()
+
+
+@pytest.mark.parametrize("key", ["", "two words", "ключ"])
+def test_a_wrong_key_in_a_file_or_the_environment_lets_nobody_in(
+    key, policy, tmp_path, monkeypatch
+):
+    file = tmp_path / "key"
+    file.write_text(key)
+    with pytest.raises(ValueError, match="API key in .*key is empty, or has spaces"):
+        Server(policy, ServerConfig(api_key_file=file))
+    monkeypatch.setenv("PISTON_API_KEY", key)
+    with pytest.raises(ValueError, match="PISTON_API_KEY is empty, or has spaces"):
+        Server(policy, ServerConfig())
+    with pytest.raises(ValueError, match="PISTON_API_KEY is empty, or has spaces"):
+        Client()
+
+
+def test_a_missing_key_file_is_named(policy, tmp_path):
+    with pytest.raises(FileNotFoundError, match="no-key"):
+        Server(policy, ServerConfig(api_key_file=tmp_path / "no-key"))
+
+
+def test_web_pages_are_refused_unless_allowed(start, policy, get):
+    allowed, foreign = "https://robots.example.com", "https://example.org"
+    server = start(policy, allow_origin=(allowed,))
+    for origin in (None, allowed):
+        with open_websocket(server.url, origin=origin) as websocket:
+            assert "piston" in unpack(websocket.recv())
+    for origin in (foreign, "null", f"{allowed}:8443", f"{allowed}.example.org"):
+        with pytest.raises(InvalidStatus, match="403"):
+            open_websocket(server.url, origin=origin)
+    with pytest.raises(InvalidStatus, match="403"):
+        open_websocket(server.url, origin=allowed, additional_headers={"Origin": foreign})
+    status, text = get(server.port, "/metrics", {"Origin": foreign})
+    assert status == 403
+    assert "--allow-origin" in text
+    assert get(server.port, "/healthz", {"Origin": foreign})[0] == 200
 
 
 @pytest.fixture

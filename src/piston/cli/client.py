@@ -36,8 +36,11 @@ class Ping:
     timeout: float = 30.0
     # Seconds to wait for the server to come up.
     connect_timeout: float = 10.0
-    # The key that the server wants, if any.
+    # The key that the server expects, if any; by default the environment's PISTON_API_KEY. Other
+    # users of this machine can see options: prefer the variable or --api-key-file.
     api_key: str | None = None
+    # A file that contains the key.
+    api_key_file: Path | None = None
     # The certificate of the authority that signed the server's, for wss://.
     ca_file: Path | None = None
 
@@ -61,6 +64,7 @@ def ping(settings: Ping) -> int:
         settings.host,
         settings.port,
         api_key=settings.api_key,
+        api_key_file=settings.api_key_file,
         timeout=settings.timeout,
         connect_timeout=settings.connect_timeout,
         ca_file=settings.ca_file,

@@ -77,6 +77,7 @@ def run_serve(args: list[str]) -> None:
 def _check(arguments: ServeArguments) -> None:
     """Raise ValueError for options that do not fit together, before the model is loaded."""
     arguments.server.tls()
+    arguments.server.find_api_key()
     if arguments.record is None and arguments.record_fps is not None:
         raise ValueError("--record-fps says how a recording is made; give --record as well.")
     usual = (1, ServerConfig.max_connections)

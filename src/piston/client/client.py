@@ -12,7 +12,9 @@ import contextlib
 import itertools
 import logging
 import math
+import os
 import random
+import re
 import socket
 import ssl
 import struct
@@ -33,6 +35,7 @@ from piston.client.codec import BUSY, REQUEST_ID, ProtocolError, pack, shortened
 logger = logging.getLogger(__name__)
 
 DEFAULT_PORT = 8000
+API_KEY_VARIABLE = "PISTON_API_KEY"
 _FIRST_DELAY, _LONGEST_DELAY = 0.05, 2.0
 _SECONDS_BETWEEN_LOGS = 10.0
 # For the closing handshake, and for one attempt to reach a machine.
@@ -71,7 +74,8 @@ class Client:
 
     Nothing is connected before the first use. Safe to use from several threads: one request at a
     time. `timeout` bounds one `infer` altogether, reconnecting included; `connect_timeout` bounds
-    the wait for a server that is not up yet, once, before the first request. Both in seconds.
+    the wait for a server that is not up yet, once, before the first request. Both in seconds. A
+    server's API key is given as `api_key`, in a file, or in the environment (PISTON_API_KEY).
     """
 
     def __init__(
@@ -80,6 +84,7 @@ class Client:
         port: int | None = None,
         *,
         api_key: str | None = None,
+        api_key_file: str | Path | None = None,
         timeout: float = 10.0,
         connect_timeout: float = 60.0,
         ca_file: str | Path | None = None,
@@ -90,7 +95,8 @@ class Client:
                 f"Timeouts are positive seconds; found {timeout} and {connect_timeout}."
             )
         self.uri = make_uri(host, port)
-        self._headers = {"Authorization": f"Api-Key {api_key}"} if api_key else {}
+        key = find_api_key(api_key, api_key_file)
+        self._headers = {} if key is None else {"Authorization": f"Api-Key {key}"}
         self._tls: ssl.SSLContext | None = None
         if self.uri.startswith("wss://"):
             self._tls = ssl.create_default_context(cafile=ca_file)
@@ -289,7 +295,10 @@ class Client:
                 status = error.response.status_code
                 if status in (401, 403):
                     message = f"{self.uri} refused the API key (HTTP {status})."
-                    raise _Refused(f"{message} Give the server's as api_key.") from error
+                    raise _Refused(
+                        f"{message} Give the server's as api_key, in api_key_file, or in the "
+                        f"environment variable {API_KEY_VARIABLE}."
+                    ) from error
                 kind = ConnectionLost if status >= 500 else _Refused
                 state = "not ready" if status >= 500 else "no policy server"
                 raise kind(f"{self.uri} is {state}: it answered HTTP {status}.") from error
@@ -314,6 +323,27 @@ class Client:
         if self._websocket is not None:
             _hang_up(self._websocket)
         self._websocket = None
+
+
+def find_api_key(api_key: str | None, api_key_file: str | Path | None) -> str | None:
+    """Return the key that is given, otherwise the file's, otherwise PISTON_API_KEY's, or None."""
+    if api_key is not None and api_key_file is not None:
+        raise ValueError("api_key and api_key_file are both given; expected only one of them.")
+    if api_key is not None:
+        key, origin = api_key, "api_key"
+    elif api_key_file is not None:
+        key = Path(api_key_file).read_text(encoding="utf-8", errors="replace").strip()
+        origin = f"The API key in {api_key_file}"
+    elif API_KEY_VARIABLE in os.environ:
+        key, origin = os.environ[API_KEY_VARIABLE], API_KEY_VARIABLE
+    else:
+        return None
+    if not re.fullmatch("[!-~]+", key):
+        raise ValueError(
+            f"{origin} is empty, or has spaces or characters that no HTTP header can carry. Use "
+            "ASCII letters, digits and signs, or give no key at all."
+        )
+    return key
 
 
 def make_uri(host: str, port: int | None) -> str:

@@ -31,7 +31,8 @@ from websockets.asyncio.server import ServerConnection
 from websockets.frames import CloseCode
 from websockets.http11 import Request, Response
 
-from piston.client.codec import pack
+from piston.client.client import find_api_key
+from piston.client.codec import pack, shortened
 from piston.client.worker import Worker
 from piston.serving import metrics, protocol
 from piston.serving.batching import Batcher, Policy
@@ -65,8 +66,15 @@ class ServerConfig:
     port: int = 8000
     # What clients are told that they talk to; `piston serve` says the checkpoint.
     name: str | None = None
-    # Clients send it as `Authorization: Api-Key …`; without one everybody may connect.
+    # Clients send it as `Authorization: Api-Key …`; without one everybody may connect. By default
+    # the environment's PISTON_API_KEY. Other users of this machine can see options: prefer the
+    # variable or --api-key-file.
     api_key: str | None = dataclasses.field(default=None, repr=False)
+    # A file that contains the key.
+    api_key_file: Path | None = None
+    # Web pages that may connect, such as https://robots.example.com. Browsers send the page's
+    # origin with a request, robots' clients send none.
+    allow_origin: tuple[str, ...] = ()
     # Both, or neither; with them clients connect to wss://.
     tls_certificate: Path | None = None
     # The certificate's private key.
@@ -100,13 +108,20 @@ class ServerConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected more than 0.")
         if self.port >= 2**16:
             raise ValueError(f"port is {self.port}; expected at most 65535.")
-        if self.api_key is not None and not re.fullmatch("[!-~]+", self.api_key):
-            raise ValueError(
-                "api_key is empty, or has spaces or characters that no HTTP header can carry. Use "
-                "ASCII letters, digits and signs; None lets everybody in."
-            )
+        if self.api_key is not None:
+            find_api_key(self.api_key, self.api_key_file)
+        for origin in self.allow_origin:
+            if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+", origin):
+                raise ValueError(
+                    f"allow_origin has {origin!r}; expected a scheme and a host in lower case, "
+                    "without a path, such as https://robots.example.com."
+                )
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("TLS needs both tls_certificate and tls_key; found only one of them.")
+
+    def find_api_key(self) -> str | None:
+        """Return the key given here, in the file or in the environment; read when serving."""
+        return find_api_key(self.api_key, self.api_key_file)
 
     @property
     def is_local(self) -> bool:
@@ -196,6 +211,7 @@ class Server:
         self.finished = True
         self.ready = threading.Event()
         self._config = config
+        self._api_key = config.find_api_key()
         self._warm_up = warm_up
         version = importlib.metadata.version("piston")
         about = {"version": version, "protocol": protocol.VERSION, "name": config.name}
@@ -273,7 +289,7 @@ class Server:
         local = "for this machine only (host 0.0.0.0 is for all)"
         audience = local if config.is_local else "for other machines as well"
         logger.info("Listening at %s, %s.", self.url, audience)
-        if not config.is_local and config.api_key is None:
+        if not config.is_local and self._api_key is None:
             logger.warning("No API key is set: everybody who reaches this port may connect.")
         return listener
 
@@ -285,7 +301,15 @@ class Server:
             if self._warm.is_set():
                 return connection.respond(HTTPStatus.OK, "OK\n")
             return connection.respond(HTTPStatus.SERVICE_UNAVAILABLE, "The policy warms up.\n")
-        key = self._config.api_key
+        origins = request.headers.get_all("Origin")
+        if not set(origins) <= set(self._config.allow_origin):
+            found = shortened(", ".join(origins))
+            logger.warning(
+                "%s asks for the web page %s: refused.", connection.remote_address, found
+            )
+            text = f"The origin {found} is not allowed; the server's option is --allow-origin.\n"
+            return connection.respond(HTTPStatus.FORBIDDEN, text)
+        key = self._api_key
         found = "\n".join(request.headers.get_all("Authorization"))
         # The comparison takes the same time however much of the key is right.
         if key is not None and not hmac.compare_digest(
