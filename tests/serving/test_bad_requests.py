@@ -247,3 +247,51 @@ def test_a_long_key_is_not_quoted_in_full():
     with pytest.raises(BadRequest) as caught:
         decode_request(pack({"k" * 10_000: float("nan")}))
     assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (
+            {"prompt": "go" * 5_001},
+            "is a text of 10002 characters; expected at most 10000",
+        ),
+        ({"a": [{"b": "é" * 10_001}]}, r"'a\[0\]/b' is a text of 10001 characters"),
+        ({"prompt": np.array("x" * 10_001)}, "'prompt' is a text of 10001 characters"),
+        ({"prompt": np.array(b"x" * 10_001)}, "'prompt' is a text of 10001 characters"),
+        ({"image": np.zeros((4_097, 1, 3), np.uint8)}, r"'image' has the shape \(4097, 1, 3\)"),
+        ({"image": np.zeros((3, 0, 10**7), np.uint8)}, "expected sides of at most 4096"),
+        ({"image": np.zeros((1, 4_097, 3))}, r"'image' has the shape \(1, 4097, 3\)"),
+    ],
+)
+def test_long_texts_and_images_are_refused_when_they_are_decoded(part, message):
+    with pytest.raises(BadRequest, match=message) as caught:
+        decode_request(pack({**part, "request_id": 3}))
+    assert caught.value.request_id == 3
+
+
+def test_what_is_as_long_as_the_limits_is_accepted():
+    image = np.zeros((4_096, 1, 3), np.uint8)
+    part = {"prompt": "😀" * 10_000, "image": image, "state": np.zeros(100_000)}
+    assert decode_request(pack(part))[0]["prompt"] == part["prompt"]
+
+
+def test_a_huge_text_is_not_even_decoded():
+    message = pack({"prompt": "é" * 15_000_000})
+    seconds = []
+    for _ in range(5):
+        began = time.perf_counter()
+        with pytest.raises(BadRequest, match="text of 30000000 bytes; expected at most 10000 char"):
+            decode_request(message)
+        seconds.append(time.perf_counter() - began)
+    assert min(seconds) < 0.01
+
+
+def test_the_policy_does_not_see_what_is_too_long(start, connect, policy, observe):
+    server = start(policy, max_text_length=5, max_image_side=16)
+    client = connect(server)
+    for wrong in (observe(size=17), observe() | {"prompt": "longer"}, observe(x="x" * 10**7)):
+        with pytest.raises(RuntimeError, match="bad_request: .*expected .*at most (5|16) ?"):
+            client.infer(wrong)
+    assert policy.batch_sizes == []
+    assert client.infer(observe(size=16) | {"prompt": "short"})["actions"].shape == (5, 4)

@@ -54,12 +54,17 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(
-    data: bytes | bytearray | memoryview, *, max_values: int = 20_000, writable: bool = False
+    data: bytes | bytearray | memoryview,
+    *,
+    max_values: int = 20_000,
+    max_text: int | None = None,
+    writable: bool = False,
 ) -> Any:
     """Return the value in a message, or raise ProtocolError. Arrays are read-only by default.
 
     Tuples come back as lists and arrays in the machine's own byte order. `max_values` bounds the
-    values in all maps and lists together; an array counts as four, whatever its size.
+    values in all maps and lists together; an array counts as four, whatever its size. A text that
+    has more than `max_text` characters in any case, by its number of bytes, is not even decoded.
     """
     if not isinstance(data, bytes | bytearray | memoryview):
         raise ProtocolError(f"A message consists of bytes; found {type(data).__name__}.")
@@ -83,11 +88,13 @@ def unpack(
             max_array_len=max_values,
             max_map_len=max_values,
             max_ext_len=0,
+            # A character has at most four bytes; -1 is no limit.
+            max_str_len=-1 if max_text is None else 4 * max_text,
         )
     except ProtocolError:
         raise
     except ValueError as error:
-        raise ProtocolError(_describe_malformed(error, too_many)) from error
+        raise ProtocolError(_describe_malformed(error, too_many, max_text)) from error
     _check_depth(value, _MAX_DEPTH)
     return value
 
@@ -111,7 +118,7 @@ def _check_depth(value: Any, levels_left: int) -> None:
             _check_depth(part, levels_left - 1)
 
 
-def _describe_malformed(error: ValueError, too_many: str) -> str:
+def _describe_malformed(error: ValueError, too_many: str, max_text: int | None) -> str:
     text = str(error)
     if isinstance(error, msgpack.StackError):
         return _TOO_DEEP
@@ -121,6 +128,9 @@ def _describe_malformed(error: ValueError, too_many: str) -> str:
         return "The message is cut off."
     if "max_array_len" in text or "max_map_len" in text:
         return too_many
+    if "max_str_len" in text:
+        found = text.split()[0]
+        return f"It contains a text of {found} bytes; expected at most {max_text} characters."
     return f"The message is not valid msgpack: {text or 'it contains an undefined type code'}."
 
 

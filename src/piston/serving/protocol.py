@@ -50,6 +50,17 @@ _LARGE_REPLY = 64 * 2**10
 _SLOTS = 8
 
 
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Bounds of a request that are checked before any other work is done with it."""
+
+    text_length: int = 10_000
+    image_side: int = 4_096
+
+
+_DEFAULT_LIMITS = Limits()
+
+
 class BadRequest(ValueError):
     """The request cannot be understood; `request_id` is set if that much could be read."""
 
@@ -58,12 +69,14 @@ class BadRequest(ValueError):
         self.request_id = request_id
 
 
-def decode_request(message: bytes | str) -> tuple[Observation, int | None]:
+def decode_request(
+    message: bytes | str, limits: Limits = _DEFAULT_LIMITS
+) -> tuple[Observation, int | None]:
     """Return the observation and the request id, or raise BadRequest."""
     if isinstance(message, str):
         raise BadRequest("A request is a binary frame (msgpack); found a text frame.")
     try:
-        observation = unpack(message, max_values=_MAX_VALUES)
+        observation = unpack(message, max_values=_MAX_VALUES, max_text=limits.text_length)
     except ProtocolError as error:
         raise BadRequest(f"The message cannot be read. {error}") from error
     if not isinstance(observation, dict):
@@ -73,24 +86,46 @@ def decode_request(message: bytes | str) -> tuple[Observation, int | None]:
     if request_id is not None and type(request_id) is not int:
         kind = type(request_id).__name__
         raise BadRequest(f"{REQUEST_ID!r} is a whole number; found a {kind}.")
-    # A policy that let NaN or infinity through would move the robot by it.
-    if (path := _find_not_finite(observation)) is not None:
+    if (fault := _find_fault(observation, limits)) is not None:
+        path, reason = fault
         where = path[1:] if len(path) <= 200 else f"{path[1:200]}…"
-        raise BadRequest(f"{where!r} holds NaN or infinity; expected finite numbers.", request_id)
+        raise BadRequest(f"{where!r} {reason}", request_id)
     return observation, request_id
 
 
-def _find_not_finite(value: Any) -> str | None:
-    """Return the path to the first NaN or infinity, None if there is none."""
+def _find_fault(value: Any, limits: Limits) -> tuple[str, str] | None:
+    """Return the path to the first value that is refused, and the reason; None if there is none."""
     if isinstance(value, dict | list):
         for key, part in value.items() if isinstance(value, dict) else enumerate(value):
-            if (path := _find_not_finite(part)) is not None:
-                return f"/{key}{path}" if isinstance(value, dict) else f"[{key}]{path}"
+            if (fault := _find_fault(part, limits)) is not None:
+                path, reason = fault
+                return (f"/{key}{path}" if isinstance(value, dict) else f"[{key}]{path}"), reason
         return None
+    found = _fault_of(value, limits)
+    return None if found is None else ("", found)
+
+
+def _fault_of(value: Any, limits: Limits) -> str | None:
+    # A policy that let NaN or infinity through would move the robot by it.
+    not_finite = "holds NaN or infinity; expected finite numbers."
     if isinstance(value, float):
-        return None if math.isfinite(value) else ""
-    is_float = isinstance(value, np.ndarray | np.generic) and value.dtype.kind == "f"
-    return "" if is_float and not np.isfinite(value).all() else None
+        return None if math.isfinite(value) else not_finite
+    length = len(value) if isinstance(value, str) else 0
+    if isinstance(value, np.ndarray | np.generic):
+        kind = value.dtype.kind
+        if kind in "SU":
+            length = value.dtype.itemsize // (4 if kind == "U" else 1)
+        # Resizing an image of 10 million by 1 pixels takes long, however small its data is.
+        if value.ndim >= 3 and max(value.shape) > limits.image_side:
+            return (
+                f"has the shape {value.shape}; expected sides of at most {limits.image_side} "
+                "(images)."
+            )
+        if kind == "f" and not np.isfinite(value).all():
+            return not_finite
+    if length > limits.text_length:
+        return f"is a text of {length} characters; expected at most {limits.text_length}."
+    return None
 
 
 def encode_error(
@@ -144,6 +179,7 @@ class Session:
     connection: ServerConnection
     batcher: Batcher
     metrics: Metrics
+    limits: Limits
     send_timeout: float
     debug: bool
 
@@ -190,9 +226,11 @@ class Session:
         await self._slots.acquire()
         try:
             if len(message) < _LARGE_MESSAGE:
-                observation, request_id = decode_request(message)
+                observation, request_id = decode_request(message, self.limits)
             else:
-                observation, request_id = await asyncio.to_thread(decode_request, message)
+                observation, request_id = await asyncio.to_thread(
+                    decode_request, message, self.limits
+                )
             outcome = self.batcher.submit(observation, self)
         except (BadRequest, Busy) as error:
             request_id = getattr(error, "request_id", request_id)

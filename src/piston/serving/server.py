@@ -89,6 +89,10 @@ class ServerConfig:
     max_connections: int = 64
     # A larger message closes its connection, with code 1009.
     max_message_bytes: int = 32 * 2**20
+    # Longer texts in an observation, such as prompts, are refused; in characters.
+    max_text_length: int = protocol.Limits.text_length
+    # Images, and other arrays of three or more axes, with a longer side are refused; in pixels.
+    max_image_side: int = protocol.Limits.image_side
     # A client that takes no reply for so long is cut off.
     send_timeout_s: float = 10.0
     # A client that answers no ping for so long is cut off; pings are as far apart.
@@ -99,8 +103,9 @@ class ServerConfig:
     debug: bool = False
 
     def __post_init__(self) -> None:
-        counts = ("max_batch", "max_queue", "max_connections", "max_message_bytes")
-        for name, least in {**dict.fromkeys(counts, 1), "port": 0, "max_wait_ms": 0}.items():
+        sizes = ("max_message_bytes", "max_text_length", "max_image_side")
+        counts = dict.fromkeys(("max_batch", "max_queue", "max_connections", *sizes), 1)
+        for name, least in {**counts, "port": 0, "max_wait_ms": 0}.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least {least}.")
         for name in ("send_timeout_s", "ping_timeout_s", "shutdown_timeout_s"):
@@ -339,8 +344,14 @@ class Server:
         transport: Any = connection.transport
         if hasattr(transport, "max_size"):
             transport.max_size = _READ_BYTES
-        timeout, debug = self._config.send_timeout_s, self._config.debug
-        session = protocol.Session(connection, self._batcher, self._metrics, timeout, debug)
+        session = protocol.Session(
+            connection,
+            self._batcher,
+            self._metrics,
+            limits=protocol.Limits(self._config.max_text_length, self._config.max_image_side),
+            send_timeout=self._config.send_timeout_s,
+            debug=self._config.debug,
+        )
         task = asyncio.current_task()
         assert task is not None
         self._sessions.add(task)

@@ -172,10 +172,16 @@ def _prompts(data: Data, batch: tuple[int, ...] | None, context: str) -> np.ndar
     if data.get("prompt") is None:
         error = missing_key("prompt", data.keys() - {"prompt"}, context)
         raise type(error)(f'{error} Give "prompt" with the observation, or set a default_prompt.')
-    prompts = np.asarray(data["prompt"], dtype=object)
+    given = data["prompt"]
+    # An array of numbers may be large: it is not made into Python objects to find that out.
+    if isinstance(given, np.ndarray) and given.dtype.kind not in "OU":
+        raise ValueError(f"{context}: the prompt is an array of {given.dtype}; expected a string.")
+    prompts = np.asarray(given, dtype=object)
     for prompt in prompts.flat:
         if not isinstance(prompt, str):
-            raise ValueError(f"{context}: the prompt is {prompt!r}; expected a string.")
+            is_bytes = isinstance(prompt, bytes)
+            found = f"{len(prompt)} bytes" if is_bytes else repr(prompt)
+            raise ValueError(f"{context}: the prompt is {found}; expected a string.")
     if batch is None:
         return prompts
     try:
