@@ -15,6 +15,7 @@ from piston.inference.policy import Policy
 from piston.robots.aloha import make_aloha_example
 from piston.robots.simple import DROID, LIBERO, UR5
 from piston.serialization import to_json
+from piston.serving import PreparingPolicy
 from piston.transforms import Group
 from piston.transforms.normalize import NormStats, write_norm_stats
 
@@ -99,6 +100,16 @@ def test_a_batch_equals_one_by_one(aloha):
     together = aloha.infer_batch(requests)
     for request, result in zip(requests, together, strict=True):
         np.testing.assert_allclose(result["actions"], aloha.infer(request)["actions"], atol=1e-5)
+
+
+def test_prepared_requests_give_the_same_actions(aloha):
+    assert isinstance(aloha, PreparingPolicy)
+    requests = _mixed_requests()
+    results = aloha.infer_prepared([aloha.prepare(request) for request in requests])
+    for result, expected in zip(results, aloha.infer_batch(requests), strict=True):
+        np.testing.assert_array_equal(result["actions"], expected["actions"])
+    with pytest.raises(ValueError, match="batch axis"):
+        aloha.prepare({**requests[0], "state": np.zeros((2, 14))})
 
 
 def _rtc(chunk, delay=5):

@@ -113,7 +113,46 @@ def test_one_bad_request_fails_alone(run, policy):
     good, bad, other = (answer.outcome.result for answer in answers)
     assert (good, other) == ({"number": 1}, {"number": 3})
     assert isinstance(bad, ValueError)
-    assert policy.batches[1:] == [[1, -2, 3], [1], [-2], [3]]
+    assert policy.batches[1:] == [[1, -2, 3], [1], [-2, 3], [-2], [3]]
+
+
+def test_a_batch_that_fails_is_halved_until_the_bad_request_is_alone(run, policy):
+    ask = run(max_batch=8)
+    policy.gate.clear()
+    ask(0)
+    policy.began.acquire()
+    answers = [ask(number) for number in (1, 2, 3, 4, 5, -6, 7, 8)]
+    policy.gate.set()
+    assert all(answer.wait(5) for answer in answers)
+    assert policy.batches[2:] == [[1, 2, 3, 4], [5, -6, 7, 8], [5, -6], [5], [-6], [7, 8]]
+    results = [answer.outcome.result for answer in answers]
+    assert [type(result) for result in results] == [dict] * 5 + [ValueError] + [dict] * 2
+    assert [answer.outcome.batch_size for answer in answers] == [4] * 4 + [1, 1, 2, 2]
+
+
+def test_a_request_that_cannot_be_prepared_joins_no_batch(run, policy):
+    def prepare(observation):
+        if observation["number"] < 0:
+            raise ValueError("negative")
+        return {"number": 10 * observation["number"]}
+
+    policy.prepare, policy.infer_prepared = prepare, policy.infer_batch
+    ask = run()
+    policy.gate.clear()
+    ask(0)
+    policy.began.acquire()
+    answers = [ask(number) for number in (1, -2, 3)]
+    policy.gate.set()
+    assert all(answer.wait(5) for answer in answers)
+    assert policy.batches == [[0], [10, 30]]
+    good, bad, other = (answer.outcome for answer in answers)
+    assert (good.result, other.result) == ({"number": 10}, {"number": 30})
+    assert isinstance(bad.result, ValueError)
+    assert (good.batch_size, bad.batch_size) == (2, 0)
+    last = ask(-4)
+    assert last.wait(5)
+    assert isinstance(last.outcome.result, ValueError)
+    assert len(policy.batches) == 2
 
 
 def test_a_wrong_number_of_results_is_an_error_for_all(run, policy):
@@ -129,10 +168,40 @@ def test_a_full_queue_refuses_at_once(run, policy):
     ask(0)
     policy.began.acquire()
     ask(1)
-    ask(2)
-    with pytest.raises(Busy, match="2 requests"):
-        ask(3)
+    ask(2, "another")
+    for source in ("robot", "another", "third"):
+        with pytest.raises(Busy, match="2 requests"):
+            ask(3, source)
     assert len(ask.batcher) == 2
+
+
+def test_a_greedy_source_leaves_room_for_the_others(run, policy):
+    ask = run(max_queue=8, max_batch=8)
+    policy.gate.clear()
+    ask(0, "greedy")
+    policy.began.acquire()
+    for number in range(1, 5):
+        ask(number, "greedy")
+    with pytest.raises(Busy, match="4 requests of this connection .* share of the queue is 4"):
+        ask(5, "greedy")
+    for source in ("first", "second", "third", "fourth"):
+        ask(6, source)
+        # The share shrinks with the number of robots, but is never less than one request.
+        with pytest.raises(Busy):
+            ask(7, "greedy")
+    assert len(ask.batcher) == 8
+
+
+def test_sources_take_turns_in_the_queue(run, policy):
+    ask = run(max_queue=100, max_batch=2)
+    policy.gate.clear()
+    ask(0, "greedy")
+    policy.began.acquire()
+    answers = [ask(number, "greedy") for number in (1, 2, 3)]
+    answers += [ask(10, "polite"), ask(11, "polite")]
+    policy.gate.set()
+    assert all(answer.wait(5) for answer in answers)
+    assert policy.batches == [[0], [1, 10], [2, 11], [3]]
 
 
 def test_a_robot_that_is_alone_never_waits(run):

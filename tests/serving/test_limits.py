@@ -61,6 +61,37 @@ def test_one_connection_cannot_take_the_whole_queue(start, policy, observe):
         )
 
 
+def test_greedy_clients_do_not_make_the_server_busy_for_polite_ones(start, policy, observe):
+    policy.delay = 0.01
+    server = start(policy, max_batch=2)
+    done = threading.Event()
+
+    def ask_greedily() -> None:
+        with open_websocket(server.url) as websocket:
+            websocket.recv()
+            for number in range(8):
+                websocket.send(pack(observe(request_id=number)))
+            while not done.is_set():
+                websocket.recv(timeout=5)
+                websocket.send(pack(observe(request_id=0)))
+                time.sleep(0.001)
+
+    greedy = [threading.Thread(target=ask_greedily) for _ in range(6)]
+    for thread in greedy:
+        thread.start()
+    try:
+        wait_until(lambda: len(server._sessions) == 6)
+        time.sleep(0.5)
+        with Client(server.url) as first, Client(server.url) as second:
+            for number in range(15):
+                for client in (first, second):
+                    assert client.infer(observe(number))["actions"][0, 0] >= number
+    finally:
+        done.set()
+        for thread in greedy:
+            thread.join(5)
+
+
 def test_a_client_that_does_not_read_is_cut_off_and_holds_nobody_back(
     start, connect, policy, observe
 ):

@@ -75,7 +75,14 @@ class Policy:
     def infer_batch(self, observations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Answer several observations at once; each may contain its own noise or seed."""
         started = time.perf_counter()
-        prepared = [self._prepare(observation) for observation in observations]
+        prepared = [self.prepare(observation) for observation in observations]
+        return self._answer(prepared, started)
+
+    def infer_prepared(self, prepared: Sequence[Data]) -> list[dict[str, Any]]:
+        """Answer several results of `prepare` at once."""
+        return self._answer(prepared, time.perf_counter())
+
+    def _answer(self, prepared: Sequence[Data], started: float) -> list[dict[str, Any]]:
         results: list[dict[str, Any]] = [{} for _ in prepared]
         # Guided and plain requests differ in what is computed, so each kind is one batch.
         for guided in (False, True):
@@ -107,8 +114,11 @@ class Policy:
             torch.cuda.synchronize(self.device)
         return time.perf_counter() - started
 
-    def _prepare(self, observation: Mapping[str, Any]) -> Data:
-        """Return the model's input for one observation, with the noise it starts from."""
+    def prepare(self, observation: Mapping[str, Any]) -> Data:
+        """Return the model's input for one observation, with the noise it starts from.
+
+        Raises ValueError or LookupError if the observation is wrong.
+        """
         data = {key: value for key, value in observation.items() if key not in _REQUEST_KEYS}
         if np.ndim(data.get("state", ())) > 1:
             raise ValueError("An observation is of one robot; its state has a batch axis.")

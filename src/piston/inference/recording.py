@@ -17,7 +17,7 @@ import numpy as np
 
 from piston.data.recorder import Recorder
 from piston.inference.policy import Policy
-from piston.transforms import flatten_dict
+from piston.transforms import Data, flatten_dict
 from piston.transforms.images import to_uint8_hwc
 
 logger = logging.getLogger(__name__)
@@ -47,8 +47,17 @@ class RecordingPolicy:
         return self._policy.metadata
 
     def infer_batch(self, observations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        results = self._policy.infer_batch(observations)
-        for observation, result in zip(observations, results, strict=True):
+        return self.infer_prepared([self.prepare(observation) for observation in observations])
+
+    def prepare(self, observation: Mapping[str, Any]) -> tuple[Mapping[str, Any], Data]:
+        """Return the observation, which will be recorded, and the model's input."""
+        return observation, self._policy.prepare(observation)
+
+    def infer_prepared(
+        self, prepared: Sequence[tuple[Mapping[str, Any], Data]]
+    ) -> list[dict[str, Any]]:
+        results = self._policy.infer_prepared([data for _, data in prepared])
+        for (observation, _), result in zip(prepared, results, strict=True):
             try:
                 self._add(observation, np.asarray(result["actions"], np.float32))
             except (ValueError, OSError) as error:

@@ -23,11 +23,14 @@ import logging
 import math
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from piston.client.worker import Worker
 
 logger = logging.getLogger(__name__)
+
+# A robot that has asked within this time has a share of the queue.
+_ACTIVE_SECONDS = 10.0
 
 Observation = dict[str, Any]
 Result = dict[str, Any]
@@ -40,6 +43,15 @@ class Policy(Protocol):
     def metadata(self) -> Mapping[str, Any]: ...
 
     def infer_batch(self, observations: list[Observation], /) -> list[Result]: ...
+
+
+@runtime_checkable
+class PreparingPolicy(Policy, Protocol):
+    """A policy that checks each observation before the batch: a bad one then costs no inference."""
+
+    def prepare(self, observation: Observation, /) -> Any: ...
+
+    def infer_prepared(self, prepared: list[Any], /) -> list[Result]: ...
 
 
 class Busy(RuntimeError):
@@ -62,12 +74,14 @@ class _Request:
     source: Hashable  # the connection that asks
     arrived: float
     outcome: asyncio.Future[Outcome]
+    prepared: Any = None  # what the policy infers from
 
 
 @dataclasses.dataclass
 class _Rhythm:
     """How soon a source asks again after a reply, in seconds."""
 
+    asked: float = -math.inf
     replied: float = -math.inf
     pause: float = math.inf
 
@@ -76,7 +90,10 @@ class Batcher:
     """One policy, one queue and one inference thread. Call `start` once, `stop` once."""
 
     def __init__(self, policy: Policy, max_batch: int, max_wait: float, max_queue: int) -> None:
-        self._policy = policy
+        self._prepare_one: Callable[[Observation], Any] = lambda observation: observation
+        self._infer_prepared: Callable[[list[Any]], list[Result]] = policy.infer_batch
+        if isinstance(policy, PreparingPolicy):
+            self._prepare_one, self._infer_prepared = policy.prepare, policy.infer_prepared
         self._max_batch, self._max_wait, self._max_queue = max_batch, max_wait, max_queue
         self._queue: collections.deque[_Request] = collections.deque()
         self._rhythms: dict[Hashable, _Rhythm] = {}
@@ -96,15 +113,33 @@ class Batcher:
         return asyncio.wrap_future(self._worker.submit(warm_up or (lambda: None)))
 
     def submit(self, observation: Observation, source: Hashable) -> asyncio.Future[Outcome]:
-        """Add a request to the queue, or raise Busy if the queue is full."""
-        if len(self._queue) >= self._max_queue:
-            raise Busy(f"{len(self._queue)} requests are waiting already; ask again later.")
+        """Add a request to the queue, or raise Busy if the queue or the source's share is full."""
         request = _Request(observation, source, time.perf_counter(), self._loop.create_future())
         rhythm = self._rhythms.setdefault(source, _Rhythm())
+        rhythm.asked = request.arrived
+        if len(self._queue) >= self._max_queue:
+            raise Busy(f"{len(self._queue)} requests are waiting already; ask again later.")
+        self._check_share(source, request.arrived)
         rhythm.pause = request.arrived - rhythm.replied
         self._queue.append(request)
         self._schedule()
         return request.outcome
+
+    def _check_share(self, source: Hashable, now: float) -> None:
+        """Raise Busy if a source has as many waiting requests as its share of the queue allows.
+
+        Every source that has asked lately has the same share, and one share is left to the next
+        robot that connects. A source may always have one request in the queue.
+        """
+        waiting = sum(request.source == source for request in self._queue)
+        if waiting == 0:
+            return
+        active = sum(rhythm.asked > now - _ACTIVE_SECONDS for rhythm in self._rhythms.values())
+        if waiting >= (share := self._max_queue // (active + 1)):
+            raise Busy(
+                f"{waiting} requests of this connection are waiting already; its share of the "
+                f"queue is {max(1, share)}. Ask again later."
+            )
 
     def forget(self, source: Hashable) -> None:
         """Drop the waiting requests of a connection that is closed."""
@@ -153,30 +188,63 @@ class Batcher:
     def _start_batch(self) -> None:
         self._waiting = None
         self._is_working = True
-        size = min(len(self._queue), self._max_batch)
-        self._worker.submit(self._run_batch, [self._queue.popleft() for _ in range(size)])
+        self._worker.submit(self._run_batch, self._take_batch())
+
+    def _take_batch(self) -> list[_Request]:
+        """Take the next requests from the queue: the first of each source, then the second ones."""
+        batch, rest = list(self._queue), []
+        if len(batch) > self._max_batch:
+            numbers: collections.Counter[Hashable] = collections.Counter()
+            turns = []
+            for request in batch:
+                turns.append((numbers[request.source], request))
+                numbers[request.source] += 1
+            turns.sort(key=lambda turn: turn[0])  # keeps the order of arrival within a turn
+            batch = [request for _, request in turns[: self._max_batch]]
+            taken = set(map(id, batch))
+            rest = [request for request in self._queue if id(request) not in taken]
+        self._queue = collections.deque(rest)
+        return batch
 
     def _run_batch(self, batch: list[_Request]) -> None:
-        """Called in the inference thread, as `_infer` is."""
-        outcomes = self._infer(batch)
+        """Called in the inference thread, as `_prepare` and `_infer` are."""
+        began = time.perf_counter()
+        outcomes = self._prepare(batch)
+        ready = [request for request in batch if request not in outcomes]
+        if ready:
+            outcomes.update(zip(ready, self._infer(ready, began), strict=True))
         # The loop is closed if the server has given up waiting for the policy.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._finish_batch, batch, outcomes)
 
-    def _infer(self, batch: Sequence[_Request]) -> list[Outcome]:
-        """Return the outcomes of a batch; if it fails as a whole, run its requests one by one."""
-        began = time.perf_counter()
+    def _prepare(self, batch: Sequence[_Request]) -> dict[_Request, Outcome]:
+        """Prepare every request for the policy; return the outcomes of those that failed."""
+        failed: dict[_Request, Outcome] = {}
+        for request in batch:
+            began = time.perf_counter()
+            try:
+                request.prepared = self._prepare_one(request.observation)
+            except Exception as error:
+                seconds = time.perf_counter() - began
+                queue_ms = 1e3 * (began - request.arrived)
+                failed[request] = Outcome(error, queue_ms, 1e3 * seconds, batch_size=0)
+        return failed
+
+    def _infer(self, batch: Sequence[_Request], began: float) -> list[Outcome]:
+        """Return the outcomes of a batch; if it fails as a whole, run each half of it."""
         results: Sequence[Result | Exception]
         try:
-            results = self._policy.infer_batch([request.observation for request in batch])
+            results = self._infer_prepared([request.prepared for request in batch])
             if len(results) != len(batch):
                 raise RuntimeError(
                     f"The policy returned {len(results)} results for {len(batch)} observations."
                 )
         except Exception as error:
             if len(batch) > 1:
-                logger.debug("A batch of %d failed; running it one by one.", len(batch))
-                return [outcome for request in batch for outcome in self._infer([request])]
+                half = len(batch) // 2
+                logger.debug("A batch of %d failed; running its halves.", len(batch))
+                first = self._infer(batch[:half], time.perf_counter())
+                return first + self._infer(batch[half:], time.perf_counter())
             results = [error]
         infer_ms = 1e3 * (time.perf_counter() - began)
         return [
@@ -184,13 +252,15 @@ class Batcher:
             for request, result in zip(batch, results, strict=True)
         ]
 
-    def _finish_batch(self, batch: Sequence[_Request], outcomes: Sequence[Outcome]) -> None:
+    def _finish_batch(
+        self, batch: Sequence[_Request], outcomes: Mapping[_Request, Outcome]
+    ) -> None:
         self._is_working = False
         self._idle_since = time.perf_counter()
-        self._last_seconds = outcomes[0].infer_ms / 1e3
-        for request, outcome in zip(batch, outcomes, strict=True):
+        self._last_seconds = max(outcome.infer_ms for outcome in outcomes.values()) / 1e3
+        for request in batch:
             if request.source in self._rhythms:
                 self._rhythms[request.source].replied = self._idle_since
             if not request.outcome.done():  # cancelled: the connection is closed
-                request.outcome.set_result(outcome)
+                request.outcome.set_result(outcomes[request])
         self._schedule()
