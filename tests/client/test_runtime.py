@@ -180,8 +180,9 @@ def test_a_safe_action_instead_of_the_last():
 
     robot = Robot(6)
     Runtime(robot, Agent(errors=outage), control_hz=None, safe_action=stand_still).run()
-    assert robot.said == [0, 1, 0, 0, 4, 5]
-    assert seen == [(2, 1.0), (3, 0.0)]
+    # Once more at the end, with the last observation and action.
+    assert robot.said == [0, 1, 0, 0, 4, 5, 0]
+    assert seen == [(2, 1.0), (3, 0.0), (5, 5.0)]
 
 
 def test_an_agent_that_holds_counts_as_holding(make_policy):

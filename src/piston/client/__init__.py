@@ -13,6 +13,7 @@ from piston.client.brokers import (
 )
 from piston.client.client import Client, ConnectionLost, ReplyTimeout, ServerBusy, ServerError
 from piston.client.codec import ProtocolError
+from piston.client.limits import LimitExceeded, Limits
 from piston.client.runtime import Agent, Environment, Hooks, Percentiles, Runtime, Summary
 
 __all__ = [
@@ -24,6 +25,8 @@ __all__ = [
     "ConnectionLost",
     "Environment",
     "Hooks",
+    "LimitExceeded",
+    "Limits",
     "Percentiles",
     "Policy",
     "ProtocolError",

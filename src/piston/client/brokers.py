@@ -29,6 +29,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from piston.client.client import TRANSIENT
+from piston.client.limits import checked_actions
 from piston.client.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -46,13 +47,23 @@ class ChunkExhausted(TimeoutError):
 
 
 class _Plan:
-    """A chunk that is being executed; the next one is asked for after `horizon` steps of it."""
+    """A chunk that is being executed; the next one is asked for after `horizon` steps of it.
+
+    `before` is the plan before it in the episode: the dimension of the actions must not change.
+    """
 
     def __init__(
-        self, result: Mapping[str, Any], execute_horizon: int | None, default: float, step: int = 0
+        self,
+        result: Mapping[str, Any],
+        execute_horizon: int | None,
+        default: float,
+        step: int = 0,
+        *,
+        before: _Plan | None,
     ) -> None:
         self.result = result
-        self.actions = checked_actions(result, 2, "a chunk (horizon, dim)")
+        dim = None if before is None else before.actions.shape[1]
+        self.actions: np.ndarray = checked_actions(result, 2, "a chunk (horizon, dim)", dim)
         self.step = min(step, len(self.actions))  # the one to execute next
         self.horizon = execute_horizon or max(1, int(default * len(self.actions)))
         if self.horizon > len(self.actions):
@@ -87,7 +98,8 @@ class ActionChunkBroker:
 
     def infer(self, observation: Mapping[str, Any]) -> dict[str, Any]:
         if self._plan is None or self._plan.step >= self._plan.horizon:
-            self._plan = _Plan(self.policy.infer(observation), self.execute_horizon, default=1.0)
+            result = self.policy.infer(observation)
+            self._plan = _Plan(result, self.execute_horizon, 1.0, before=self._plan)
         return self._plan.next_step()
 
     def reset(self) -> None:
@@ -118,7 +130,8 @@ class TemporalEnsemble:
 
     def infer(self, observation: Mapping[str, Any]) -> dict[str, Any]:
         if self._step % self.ask_every == 0:
-            self._plans.append(_Plan(self.policy.infer(observation), None, default=1.0))
+            before = self._plans[-1] if self._plans else None
+            self._plans.append(_Plan(self.policy.infer(observation), None, 1.0, before=before))
         self._plans = [plan for plan in self._plans if len(plan.ahead)]
         if not self._plans:
             raise ValueError(
@@ -182,7 +195,7 @@ class AsyncChunkBroker(ActionChunkBroker):
         plan = self._plan
         if plan is None:
             result = self._worker.submit(self.policy.infer, observation).result()
-            plan = self._plan = _Plan(result, self.execute_horizon, default=0.5)
+            plan = self._plan = _Plan(result, self.execute_horizon, 0.5, before=None)
         elif self._request is None and plan.step >= plan.horizon:
             # Copied: a robot may reuse its buffers while this request is still being packed.
             request = self._prepare(copy.deepcopy(dict(observation)), plan)
@@ -223,7 +236,8 @@ class AsyncChunkBroker(ActionChunkBroker):
                 raise
             logger.warning("No new chunk (%d actions are left): %s", len(plan.ahead), error)
             return
-        self._plan = _Plan(result, self.execute_horizon, 0.5, step=plan.step - request.step)
+        step = plan.step - request.step
+        self._plan = _Plan(result, self.execute_horizon, 0.5, step, before=plan)
         self._delays.append(self._num_calls - request.call)
 
 
@@ -268,15 +282,3 @@ class RealTimeBroker(AsyncChunkBroker):
         delay = num_ahead if self.delay is None else min(self.delay, num_ahead)
         rtc = {"previous_chunk": plan.ahead, "delay": delay, "execute_horizon": plan.step}
         return {**observation, "rtc": rtc}
-
-
-def checked_actions(result: Mapping[str, Any], ndim: int, expected: str) -> np.ndarray:
-    """Return the actions of a result; raise ValueError if they must not be executed."""
-    if "actions" not in result:
-        raise ValueError(f"The result has no 'actions'; found {sorted(result)}.")
-    actions = np.asarray(result["actions"])
-    if actions.ndim != ndim or len(actions) == 0:
-        raise ValueError(f"The actions have shape {actions.shape}; expected {expected}.")
-    if not np.isfinite(actions).all():
-        raise ValueError("The actions are not finite numbers; they are not executed.")
-    return actions

@@ -2,12 +2,13 @@
 
 The agent is asked in a background thread and has most of a period to answer. If it does not, or if
 the server is away, the last action is held and the loop goes on, until the agent answers or
-`max_hold` is over.
+`max_hold` is over. However a run ends, `safe_action` is applied once more, if one was given.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -15,14 +16,14 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from piston.client.brokers import checked_actions
 from piston.client.client import TRANSIENT
+from piston.client.limits import Limits, checked_actions
 from piston.client.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -146,6 +147,8 @@ class Summary:
     # Steps without an answer of their own, and the longest time without one.
     num_held: int = 0
     longest_hold: float = 0.0
+    # Steps whose action was outside the limits and was clamped.
+    num_clamped: int = 0
     # The last error that made the robot hold.
     last_error: Exception | None = None
     # How long each answer of the agent took, and each whole step.
@@ -175,6 +178,7 @@ class Summary:
             f"overruns: {self.num_overruns} (worst {1e3 * self.worst_overrun:.1f} ms), "
             f"{self.num_skipped} steps left out\n"
             f"held: {self.num_held} steps (longest {self.longest_hold:.2f} s)\n"
+            f"clamped to the limits: {self.num_clamped} steps\n"
             f"agent: {self.agent}\nstep: {self.step}"
         )
 
@@ -187,6 +191,14 @@ class Runtime:
     `safe_action(observation, last_action)` says what to do while there is no new action; by default
     the last one is repeated, which is right for positions. For velocities give zeros. `max_hold` is
     in seconds; after it the run ends (`ended_by == "held"`). Ctrl-C ends after the current step.
+
+    A given `safe_action` is also applied at the end of each episode and of the run, however it ends
+    (done, stopped, Ctrl-C, any exception). If that fails, the failure is logged and raised, or
+    added as a note to the exception that ended the run. Ctrl-C does not interrupt it.
+
+    Actions outside `limits` are clamped or end the run, see `Limits`. By default they are those in
+    the policy's metadata, if it has any; `False` is for none. They do not apply to `safe_action`:
+    a robot that is to stand still must not be slowed down only by `max_step`.
     """
 
     environment: Environment
@@ -198,18 +210,29 @@ class Runtime:
     max_steps: int | None = None
     max_hold: float = 2.0
     safe_action: SafeAction | None = None
+    limits: Limits | Literal[False] | None = None
 
     def __post_init__(self) -> None:
         hz = self.control_hz
         if hz is not None and hz <= 0:
             raise ValueError(f"control_hz is positive, or None for no pacing; found {hz}.")
+        if not (self.limits is None or self.limits is False or isinstance(self.limits, Limits)):
+            raise TypeError(
+                "limits is a Limits, False for none, or None for those of the policy's metadata; "
+                f"found {self.limits!r}."
+            )
         self._period = 0.0 if hz is None else 1 / hz
         self._worker = Worker("piston agent")
         # Plain, not an Event: a signal handler that takes an Event's lock may wait for itself.
         self._stop: EndedBy | None = None
         self._summary = Summary()
-        # Of the episode.
+        # Whether the robot may be moving, and whether that is being ended: no Ctrl-C meanwhile.
+        self._may_move = False
+        self._is_ending = False
+        # Of the episode. The worker fills in the limits before it asks for the first action.
         self._pacer: Pacer | None = None
+        self._limits: Limits | None = None
+        self._last_observation: Mapping[str, Any] | None = None
         self._last_action: np.ndarray | None = None
         self._pending: Future[Mapping[str, Any]] | None = None
         self._hold_start: float | None = None
@@ -222,16 +245,18 @@ class Runtime:
         """Run all episodes. An error of the agent that will not pass ends the run and is raised."""
         self._stop = None
         self._summary = Summary()
+        self._may_move, self._is_ending = True, False
         # The first Ctrl-C ends the run after the step, a second one at once.
         is_main = threading.current_thread() is threading.main_thread()
         previous = signal.signal(signal.SIGINT, self._interrupt) if is_main else None
         try:
-            self._call_hooks("on_start")
-            for episode in range(self.num_episodes):
-                self._summary.ended_by = "error"
-                self._summary.ended_by = self._run_episode(episode)
-                if self._summary.ended_by not in ("done", "max_steps"):
-                    break
+            with self._ending_safely():
+                self._call_hooks("on_start")
+                for episode in range(self.num_episodes):
+                    self._summary.ended_by = "error"
+                    self._summary.ended_by = self._run_episode(episode)
+                    if self._summary.ended_by not in ("done", "max_steps"):
+                        break
         finally:
             try:
                 self._call_hooks("on_end", self._summary)
@@ -241,11 +266,49 @@ class Runtime:
         return self._summary
 
     def _interrupt(self, *_: object) -> None:
-        if self._stop == "interrupted":
+        if self._stop != "interrupted":
+            self._stop = "interrupted"
+        elif not self._is_ending:
+            # A third Ctrl-C must not prevent the safe action.
+            self._is_ending = self._may_move
             raise KeyboardInterrupt
-        self._stop = "interrupted"
+
+    @contextlib.contextmanager
+    def _ending_safely(self) -> Iterator[None]:
+        """Apply the safe action after the block, however it ends."""
+        try:
+            yield
+        except BaseException as error:
+            self._end_safely(error)
+            raise
+        self._end_safely(None)
+
+    def _end_safely(self, error: BaseException | None) -> None:
+        """Apply the safe action if the robot may be moving, because of an error or without one."""
+        if not self._may_move:
+            return
+        self._is_ending = True
+        try:
+            if self.safe_action is not None:
+                observation = self._last_observation
+                if observation is None:
+                    observation = self.environment.get_observation()
+                self._apply_safe_action(observation)
+        except Exception as failure:
+            message = (
+                "The robot may still be moving: safe_action could not be applied at the end: "
+                f"{type(failure).__name__}: {failure}"
+            )
+            logger.exception(message)
+            if error is None:
+                failure.add_note(message)
+                raise
+            error.add_note(message)
+        finally:
+            self._may_move = self._is_ending = False
 
     def _run_episode(self, episode: int) -> EndedBy:
+        self._may_move = True
         self.environment.reset()
         if self._pending is not None:
             self._pending.cancel()
@@ -253,11 +316,16 @@ class Runtime:
         reset = self._worker.submit(self.agent.reset)
         if self._wait(math.inf, reset):
             reset.result()
-        self._pending = self._pacer = self._last_action = self._hold_start = None
+        self._pending = self._pacer = self._hold_start = self._limits = None
+        self._last_observation = self._last_action = None
         self._call_hooks("on_episode_start", episode)
         ended_by: EndedBy = "error"
         try:
-            ended_by = self._run_steps()
+            with self._ending_safely():
+                ended_by = self._run_steps()
+        except BaseException:
+            ended_by = "error"
+            raise
         finally:
             self._summary.num_episodes += 1
             if self._pacer is not None:
@@ -281,7 +349,7 @@ class Runtime:
     def _run_step(self, step: int) -> bool:
         """Observe, ask, act; return False to end the run here."""
         begin = time.monotonic()
-        observation = self.environment.get_observation()
+        observation = self._last_observation = self.environment.get_observation()
         self._call_hooks("on_observation", step, observation)
         has_fallback = self._last_action is not None or self.safe_action is not None
         if self._pacer is None and has_fallback:
@@ -300,16 +368,31 @@ class Runtime:
             result = answer
             hold_reason = "the agent holds its last action" if answer.get("held") else ""
         if hold_reason and self.safe_action is not None:
-            result = {"actions": self.safe_action(observation, self._last_action)}
-        action = self._apply(result)
+            action = self._apply_safe_action(observation)
+        else:
+            action = self._apply(result, self._limits)
         self._call_hooks("on_action", step, action, None if hold_reason else result)
         self._summary.step_seconds.append(time.monotonic() - begin)
         return self._count_hold(step, hold_reason)
 
-    def _apply(self, result: Mapping[str, Any]) -> np.ndarray:
+    def _apply_safe_action(self, observation: Mapping[str, Any]) -> np.ndarray:
+        assert self.safe_action is not None
+        action = np.asarray(self.safe_action(observation, self._last_action))
+        if np.issubdtype(action.dtype, np.integer):
+            # Zeros written as [0, 0] are meant as they are; a policy's integers are a mistake.
+            action = action.astype(np.float64)
+        return self._apply({"actions": action}, None)
+
+    def _apply(self, result: Mapping[str, Any], limits: Limits | None) -> np.ndarray:
         """Execute one action. All pass these checks: the agent's own, held and safe ones."""
         one = "one action (dim,): wrap a policy that gives chunks, such as a Client, in a broker"
-        action = checked_actions(result, 1, one)
+        last = self._last_action
+        action = checked_actions(result, 1, one, None if last is None else last.size)
+        if limits is not None:
+            action, problem = limits.clamp(action, last)
+            if problem and not self._summary.num_clamped:
+                logger.warning("%s. It is clamped; further ones are only counted.", problem)
+            self._summary.num_clamped += bool(problem)
         # A copy: what is held must not change with what the robot does to its own.
         self._last_action = action.copy()
         self.environment.apply_action(action)
@@ -337,6 +420,8 @@ class Runtime:
             return f"{type(error).__name__}: {error}"
 
     def _ask(self, observation: Mapping[str, Any]) -> Mapping[str, Any]:
+        if self._limits is None and self.limits is not False:
+            self._limits = Limits.of_policy(self.agent) if self.limits is None else self.limits
         begin = time.monotonic()
         try:
             return self.agent.infer(observation)
