@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -45,12 +46,63 @@ def test_existing_folder_is_replaced_only_when_asked(tmp_path):
     (target / "mine").write_text("precious")
     with pytest.raises(FileExistsError, match="--overwrite"), files.atomic_folder(target):
         pass
-    with pytest.raises(RuntimeError), files.atomic_folder(target, overwrite=True):
+    with pytest.raises(RuntimeError), files.atomic_folder(target, overwrite=lambda _: None):
         _fail()
     assert (target / "mine").read_text() == "precious"
-    with files.atomic_folder(target, overwrite=True) as folder:
+    with files.atomic_folder(target, overwrite=lambda _: None) as folder:
         (folder / "new").touch()
     assert _names(target) == ["new"]
+    assert _names(tmp_path) == ["target"]
+
+
+def _replace(target, objection=None, inputs=()):
+    with files.atomic_folder(target, overwrite=lambda _: objection, inputs=inputs) as folder:
+        (folder / "new").touch()
+
+
+def test_only_a_folder_that_piston_wrote_is_replaced(tmp_path):
+    target = tmp_path / "target"
+    witness = target / "mine"
+    target.mkdir()
+    witness.write_text("precious")
+    link = tmp_path / "link"
+    link.symlink_to(target)
+    with pytest.raises(FileExistsError, match="not replaced: it has no mark.*Choose another"):
+        _replace(target, "it has no mark")
+    for other in (witness, link):
+        with pytest.raises(FileExistsError, match="it is no folder"):
+            _replace(other)
+    for inputs in ([target], [tmp_path / "elsewhere", witness], [link / "mine"]):
+        with pytest.raises(ValueError, match="contains .*, which is read"):
+            _replace(target, None, inputs)
+    assert witness.read_text() == "precious"
+    _replace(target, None, [tmp_path])  # an input around it stays
+    assert _names(target) == ["new"]
+    assert sorted(_names(tmp_path)) == ["link", "target"]
+
+
+def test_a_folder_is_kept_if_the_new_one_cannot_take_its_name(tmp_path, monkeypatch):
+    target = tmp_path / "target"
+    _replace(target)
+    (target / "mine").write_text("precious")
+    rename = Path.rename
+
+    def fail(path, to):
+        if path.name == ".target.tmp":
+            raise OSError(28, "full")
+        return rename(path, to)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", fail)
+        with pytest.raises(OSError, match="full"):
+            _replace(target)
+    assert (target / "mine").read_text() == "precious"
+    assert _names(tmp_path) == ["target"]
+    # Killed between the two renames: the next writer finds the old folder, and needs it to decide.
+    target.rename(tmp_path / ".target.old.tmp")
+    with pytest.raises(FileExistsError, match="it has no mark"):
+        _replace(target, "it has no mark")
+    assert (target / "mine").read_text() == "precious"
     assert _names(tmp_path) == ["target"]
 
 

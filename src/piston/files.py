@@ -9,11 +9,14 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 MANIFEST = "manifest.json"
+
+# Returns why a folder must not be replaced, as "it holds no run.json", or None if it may be.
+Objection = Callable[[Path], str | None]
 
 
 @contextlib.contextmanager
@@ -32,16 +35,18 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def atomic_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
+def atomic_folder(
+    path: Path, *, overwrite: Objection | None = None, inputs: Iterable[Path] = ()
+) -> Iterator[Path]:
     """Yield a new folder beside `path`. It takes that name on success, and is deleted on error.
 
-    An empty folder at `path` is replaced; any other raises FileExistsError, unless `overwrite` is
-    set. The old folder is kept until the new one is complete.
+    What may be at `path` is decided by `check_new_folder`. The old folder is kept until the new one
+    is complete; then it is renamed, and deleted when the new one has its name.
     """
-    check_new_folder(path, overwrite=overwrite)
     temporary, old = _temporary(path), path.with_name(f".{path.name}.old.tmp")
-    for leftover in (temporary, old):  # of a writer that was killed
-        shutil.rmtree(leftover, ignore_errors=True)
+    _restore(old, path)  # after a writer that was killed
+    check_new_folder(path, overwrite=overwrite, inputs=inputs)
+    _remove(temporary)
     temporary.mkdir(parents=True)
     try:
         yield temporary
@@ -51,17 +56,50 @@ def atomic_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
         temporary.rename(path)
         sync(path.parent)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+        _remove(temporary)
+        _restore(old, path)
 
 
-def check_new_folder(path: Path, *, overwrite: bool = False) -> None:
-    """Raise FileExistsError if something is at `path` that a new folder would replace."""
-    if path.exists() and not overwrite and (not path.is_dir() or any(path.iterdir())):
+def check_new_folder(
+    path: Path, *, overwrite: Objection | None = None, inputs: Iterable[Path] = ()
+) -> None:
+    """Raise an error if something is at `path` that a new folder must not replace.
+
+    A folder is replaced if it is empty. Any other one is replaced only with `overwrite`, if that
+    has no objection to it: the folder must be one that Piston wrote. A folder that contains an
+    input is never replaced.
+    """
+    for one in inputs:
+        if one.resolve().is_relative_to(path.resolve()):
+            raise ValueError(
+                f"{path} contains {one}, which is read: it is not replaced. Choose another folder."
+            )
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return
+    if overwrite is None:
         raise FileExistsError(
             f"{path} exists already. Choose another folder, or replace it with --overwrite "
             "(overwrite=True) where the command has that option."
         )
+    objection = overwrite(path) if path.is_dir() and not path.is_symlink() else "it is no folder"
+    if objection is not None:
+        raise FileExistsError(
+            f"{path} is not replaced: {objection}. --overwrite replaces only what Piston wrote. "
+            "Choose another folder, or move this one away yourself."
+        )
+
+
+def _restore(old: Path, path: Path) -> None:
+    """Give a folder that was renamed its name back if no new one has taken it; else delete it."""
+    if old.exists() and not path.exists():
+        old.rename(path)
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink():
+        path.unlink()
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def publish(temporary: Path, path: Path) -> None:

@@ -224,6 +224,9 @@ def test_what_is_no_episode_is_refused(tmp_path: Path) -> None:
     (tmp_path / "set/precious").write_text("")
     with pytest.raises(FileExistsError, match="exists already"):
         convert_aloha_hdf5(path, tmp_path / "set", "task")
-    with pytest.raises(ValueError, match="holds the source files"):
+    with pytest.raises(FileExistsError, match="it is not a data set"):
+        convert_aloha_hdf5(path, tmp_path / "set", "task", overwrite=True)
+    assert (tmp_path / "set/precious").exists()
+    with pytest.raises(ValueError, match=r"contains .*episode_0\.hdf5, which is read"):
         convert_aloha_hdf5(path, tmp_path, "task", overwrite=True)
     assert path.exists()

@@ -17,7 +17,17 @@ from piston.data import check_dataset, open_dataset
 from piston.data.convert import convert_to_v30
 from piston.data.recorder import Recorder
 
-from .recording_cases import FEATURES, FPS, VIDEO, as_v21, check_set, record, seen_in, video
+from .recording_cases import (
+    FEATURES,
+    FPS,
+    VIDEO,
+    as_v21,
+    check_set,
+    files_of,
+    record,
+    seen_in,
+    video,
+)
 
 
 @pytest.fixture(scope="module")
@@ -245,16 +255,47 @@ def test_a_target_is_never_overwritten_unasked(source: Path, tmp_path: Path) -> 
     with pytest.raises(FileExistsError, match="exists already"):
         convert_to_v30(source, target)
     assert (target / "precious").exists()
+    (target / "precious").unlink()
+    convert_to_v30(source, target)  # an empty folder
+    with pytest.raises(FileExistsError, match="exists already"):
+        convert_to_v30(source, target)
+    (target / "data/old").touch()
     convert_to_v30(source, target, overwrite=True)
     assert check_set(target) == 5
-    assert not (target / "precious").exists()
+    assert not (target / "data/old").exists()
     with pytest.raises(ValueError, match="v3.0 already"):
         convert_to_v30(target, tmp_path / "again")
-    with pytest.raises(ValueError, match="holds the source files"):
-        convert_to_v30(source, source, overwrite=True)
-    with pytest.raises(ValueError, match="holds the source files"):
-        convert_to_v30(source, tmp_path, overwrite=True)
+    for folder in (source, tmp_path):
+        with pytest.raises(ValueError, match="contains .*v21, which is read"):
+            convert_to_v30(source, folder, overwrite=True)
     assert check_set(source) == 5
+
+
+@pytest.mark.parametrize("overwritten", ["notes", "set and notes", "v2.1 set", "set with a source"])
+def test_only_a_set_that_piston_could_have_written_is_replaced(
+    source: Path, tmp_path: Path, overwritten: str
+) -> None:
+    target, message = tmp_path / "target", "it is not a data set"
+    if overwritten == "v2.1 set":
+        shutil.copytree(source, target)
+        witness, message = target / "data/witness", "of version v2.1, not v3.0"
+    elif overwritten == "notes":
+        witness = target / "witness"
+        target.mkdir()
+    else:
+        convert_to_v30(source, target)
+        witness, message = target / "witness", "also contains witness"
+    witness.write_text("precious")
+    if overwritten == "set with a source":
+        source, message = source.rename(target / "meta/v21"), "contains .*v21, which is read"
+        witness.unlink()
+        witness = source / "witness"
+        witness.write_text("precious")
+    before = files_of(tmp_path)
+    with pytest.raises((FileExistsError, ValueError), match=message):
+        convert_to_v30(source, target, overwrite=True)
+    assert files_of(tmp_path) == before
+    assert witness.read_text() == "precious"
 
 
 def test_a_failed_overwrite_keeps_the_old_set(

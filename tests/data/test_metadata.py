@@ -4,11 +4,13 @@ import json
 import os
 import shutil
 
+import pyarrow as pa
 import pytest
 
 from piston.data import check_dataset, open_dataset
 from piston.data.convert import convert_to_v30
 from piston.data.format import Metadata, lerobot_home, locate
+from piston.data.video import VideoError, VideoReader, probe_video
 
 from .opened_files import count_opened
 from .synthetic import FPS, Folder
@@ -265,3 +267,53 @@ def test_metadata_is_read_the_same_when_lines_have_other_fields(tmp_path):
     rows[0]["tasks"] = "one sentence"
     path.write_text("\n".join(map(json.dumps, rows)))
     assert Metadata.read(folder.root).episodes[0].tasks == ("one sentence",)
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+def test_an_image_outside_the_set_is_not_read(tmp_path, absolute):
+    folder = Folder(tmp_path / "set", lengths=(3,), cameras={TOP: "image"})
+    witness = tmp_path / "outside" / "secret.png"
+    witness.parent.mkdir()
+    cells = folder.columns(0)[TOP].to_pylist()
+    witness.write_bytes(cells[1]["bytes"])
+    cells[1] = {"bytes": None, "path": str(witness) if absolute else "../outside/secret.png"}
+    folder.rewrite(0, **{TOP.replace(".", "__"): pa.array(cells)})
+    dataset = open_dataset(folder.root)
+    assert dataset[0][TOP].any()
+    with count_opened(witness.parent) as opened:
+        with pytest.raises(ValueError, match="its path leads outside the data set"):
+            dataset[1]
+        problems = check_dataset(folder.root)
+        with pytest.raises(ValueError, match=r"outside the data set"):
+            convert_to_v30(folder.root, tmp_path / "new")
+    assert any("leads outside the data set" in problem.what for problem in problems)
+    assert opened == {}
+
+
+@pytest.mark.parametrize("codec", ["zzzz", ["h264"], 3, {}])
+def test_a_declared_codec_that_is_unknown_is_a_note(tmp_path, codec):
+    folder = Folder(tmp_path / "set", lengths=(3,))
+    features = json.loads((folder.root / "meta/info.json").read_text())["features"]
+    features[TOP]["info"]["video.codec"] = codec
+    folder.edit_info(features=features)
+    assert open_dataset(folder.root)[0][TOP].any()
+    [problem] = check_dataset(folder.root)
+    assert (problem.severity, problem.what) == ("note", f"the codec is h264, declared is {codec}")
+
+
+def test_a_video_with_an_unknown_codec_tag_is_left_out(tmp_path):
+    folder = Folder(tmp_path / "set", lengths=(3, 4))
+    path = folder.video_path(0)
+    before, tag, after = path.read_bytes().rpartition(b"avc1")
+    assert tag
+    path.write_bytes(before + b"zzzz" + after)
+    with pytest.raises(VideoError, match="episode_000000.mp4 has video of a codec"):
+        VideoReader(path)
+    with pytest.raises(VideoError, match="episode_000000.mp4 has video of a codec"):
+        probe_video(path, FPS)
+    problems = check_dataset(folder.root)
+    assert any(problem.episode == 0 and "codec" in problem.what for problem in problems)
+    with pytest.raises(ValueError, match=r"episode_000000\.mp4 has video of a codec"):
+        convert_to_v30(folder.root, tmp_path / "new")
+    with pytest.raises(ValueError, match="has video of a codec"):
+        open_dataset(folder.root)[0]

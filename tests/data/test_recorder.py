@@ -169,6 +169,51 @@ def test_a_set_with_gaps_is_continued_after_its_last_episode(tmp_path: Path) -> 
         assert seen_in(dataset[start + step][VIDEO]) == (4, step)
 
 
+@pytest.mark.parametrize("pattern", [None, "data/{file_index:03d}/{chunk_index:03d}.parquet"])
+def test_opening_a_set_with_a_gap_deletes_nothing(tmp_path: Path, pattern: str | None) -> None:
+    root = tmp_path / "set"
+    with Recorder(root, FPS, FEATURES, codec="h264") as recorder:
+        for episode in range(3):
+            record(recorder, episode)
+    if pattern:
+        for number in range(3):
+            moved = root / pattern.format(file_index=number, chunk_index=0)
+            moved.parent.mkdir()
+            (root / f"data/chunk-000/file-{number:03d}.parquet").rename(moved)
+        change_info(root, data_path=pattern)
+    path = root / "meta/episodes/chunk-000/file-000.parquet"
+    pq.write_table(pq.read_table(path).take([0, 2]), path)
+    for witness in ("witness", ".witness.tmp", "notes/.witness.tmp", "data/witness.parquet"):
+        (root / witness).parent.mkdir(exist_ok=True)
+        (root / witness).write_text("precious")
+    before = {name: (root / name).read_bytes() for name in files_of(root)}
+    with Recorder.open(root, codec="h264") as recorder:
+        assert {name: (root / name).read_bytes() for name in before if "meta/" not in name} == {
+            name: content for name, content in before.items() if "meta/" not in name
+        }
+        record(recorder, 3)
+    assert pq.read_table(path)["episode_index"].to_pylist() == [0, 2, 3]
+    assert set(files_of(root)) > before.keys()
+    for name, content in before.items():
+        if "meta/" not in name:
+            assert (root / name).read_bytes() == content
+    actions = open_dataset(root).column("action")
+    expected = [numbers_of(e, s)["action"] for e in (0, 2, 3) for s in range(length_of(e))]
+    np.testing.assert_array_equal(actions, expected)
+
+
+def test_unfinished_files_behind_a_link_are_not_deleted(tmp_path: Path) -> None:
+    root, other = tmp_path / "set", tmp_path / "other"
+    with Recorder(root, FPS, FEATURES, codec="h264") as recorder:
+        record(recorder, 0)
+    other.mkdir()
+    (other / "witness").write_text("precious")
+    (root / ".recording").symlink_to(other)
+    with pytest.raises(ValueError, match="is a link"):
+        Recorder.open(root, codec="h264")
+    assert files_of(other) == ["witness"]
+
+
 def test_a_set_without_free_file_names_is_refused(tmp_path: Path) -> None:
     """LeRobot reads data files in the order of their names: 1000 would come before 999."""
     root = tmp_path / "set"
@@ -207,10 +252,17 @@ def test_paths_that_leave_the_set_or_meet_again_are_refused(
     with Recorder(root, FPS, FEATURES, codec="h264") as recorder:
         record(recorder, 0)
     change_info(root, **fields)
+    witness = tmp_path / "elsewhere/0-1.parquet"  # what the next episode would be written to
+    witness.parent.mkdir()
+    witness.write_text("precious")
+    # A recorder that was killed says that it had begun these files.
+    (root / ".recording").mkdir()
+    (root / ".recording/joining.json").write_text(json.dumps([["data", 0, 1], [VIDEO, 0, 1]]))
     before = files_of(tmp_path)
     with pytest.raises(ValueError, match=r"(data|video)_path is .* expected is a path inside"):
         Recorder.open(root, codec="h264")
     assert files_of(tmp_path) == before
+    assert witness.read_text() == "precious"
 
 
 def test_episode_table_rolls_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

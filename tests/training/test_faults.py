@@ -126,6 +126,25 @@ def test_only_damaged_checkpoints_are_told_of(tmp_path, uncut):
     assert saved_steps(run)  # nothing is deleted unasked
 
 
+def test_files_named_like_unfinished_checkpoints_do_not_block_a_resume(tmp_path, uncut):
+    run = tmp_path / "tiny" / "run"
+    train_loop(tiny(tmp_path, num_train_steps=8, save_interval=7))
+    names = ("x.partial", "5.partial", "14.partial", "14.removed", "9.partial.other")
+    for name in names:
+        (run / name).write_text(f"witness {name}")
+    (run / "9.partial").write_text("another")
+    (run / "5 notes.partial").mkdir()
+    (run / "6.partial" / "train_state").mkdir(parents=True)
+    _resume(tmp_path)
+    assert not (run / "6.partial").exists()
+    assert (run / "5 notes.partial").is_dir()
+    moved = {name: f"{name}.other" for name in ("5.partial", "14.partial", "14.removed")}
+    for name in names:
+        assert (run / moved.get(name, name)).read_text() == f"witness {name}"
+    assert (run / "9.partial.other~").read_text() == "another"
+    assert_same_run(run, uncut, STEPS - 1)
+
+
 @contextmanager
 def _small_disk(folder, size):
     folder.mkdir()

@@ -197,6 +197,29 @@ def test_a_run_is_not_lost_by_mistake(tmp_path):
     assert len(losses(last.parent)) == 2
 
 
+def test_overwrite_replaces_only_a_run(tmp_path):
+    run = tmp_path / "tiny" / "run"
+    run.mkdir(parents=True)
+    witness = run / "witness"
+    for name in ("notes.txt", "run.json"):  # also of another program
+        (run / name).write_text('{"steps": 3}')
+        witness.write_text("precious")
+        with pytest.raises(FileExistsError, match=r"not a run \(it has no run\.json"):
+            train_loop(tiny(tmp_path, overwrite=True))
+        assert witness.read_text() == "precious"
+
+
+def test_overwrite_keeps_a_run_that_holds_an_input(tmp_path):
+    last = train_loop(tiny(tmp_path))
+    with pytest.raises(ValueError, match=f"contains {last}, which is read"):
+        train_loop(tiny(tmp_path, overwrite=True, weights=str(last)))
+    (tmp_path / "link").symlink_to(last)
+    with pytest.raises(ValueError, match="contains .*link, which is read"):
+        train_loop(tiny(tmp_path, overwrite=True, weights=f"file://{tmp_path}/link"))
+    assert last.exists()
+    assert sorted(path.name for path in last.parent.parent.iterdir()) == [".run.lock", "run"]
+
+
 def test_a_run_belongs_to_one_process(tmp_path, monkeypatch):
     refused = []
 

@@ -265,3 +265,68 @@ def test_our_tensors_without_our_config(tmp_path, tiny, tiny_state):
         config.write_text(text)
         with pytest.raises(CheckpointError, match=message):
             open_checkpoint(tmp_path)
+
+
+_VALUES = [None, [], {}, "x", -1, 0, 1.5, True, [[]], {"type": "x"}, {"type": []}, 10**400]
+_LEROBOT = {
+    "type": "pi0",
+    "chunk_size": 4,
+    "max_action_dim": 32,
+    "tokenizer_max_length": 48,
+    "dtype": "float32",
+    "paligemma_variant": "gemma_2b",
+    "input_features": {"observation.images.a": {"type": "VISUAL", "shape": [3, 4, 4]}},
+}
+_OPENPI = {
+    "paligemma_variant": "gemma_2b",
+    "action_horizon": 4,
+    "max_token_len": 48,
+    "precision": "float32",
+    "discrete_state_input": False,
+}
+
+
+def _mutations(data):
+    """Every value in JSON data replaced by each of `_VALUES`, and every field removed."""
+    yield from _VALUES
+    keys = range(len(data)) if isinstance(data, list) else data if isinstance(data, dict) else ()
+    for key in keys:
+        for value in _mutations(data[key]):
+            changed = data.copy()
+            changed[key] = value
+            yield changed
+        if isinstance(data, dict):
+            yield {name: value for name, value in data.items() if name != key}
+
+
+def _open_mutated(folder):
+    """Open a checkpoint with every mutation of its config.json; return how many were refused."""
+    path = folder / "config.json"
+    messages = []
+    for data in _mutations(json.loads(path.read_text())):
+        path.write_text(json.dumps(data))
+        try:
+            open_checkpoint(folder)
+        except CheckpointError as error:
+            messages.append(str(error))
+    assert [message for message in messages if str(folder) not in message] == []
+    return len(messages)
+
+
+@pytest.mark.parametrize("family", ["pi0_lora", "pi0_fast"])
+def test_any_wrong_value_in_our_config_is_an_error_that_names_the_file(
+    tmp_path, tiny, tiny_state, family
+):
+    save_model(tiny_state(family), tiny[family], tmp_path)
+    assert _open_mutated(tmp_path) > 300
+
+
+@pytest.mark.parametrize("stated", [_LEROBOT, _OPENPI, None])
+def test_any_wrong_value_in_a_foreign_config_is_an_error_that_names_the_file(
+    reference, tmp_path, stated
+):
+    shutil.copytree(reference / "models" / "pi0" / "params", tmp_path / "params")
+    source = reference / "models" / "pi0" / "config.json"
+    (tmp_path / "config.json").write_text(json.dumps(stated) if stated else source.read_text())
+    open_checkpoint(tmp_path)
+    assert _open_mutated(tmp_path) > 40

@@ -201,7 +201,7 @@ class TrainConfig:
     keep_period: int | None = 5_000
     # This many of the newest checkpoints are kept as well.
     keep_last: int = 1
-    # Delete a run of the same name and start again.
+    # Delete a run of the same name and start again; a folder that is no run is not deleted.
     overwrite: bool = False
     # Continue the run of the same name from its newest checkpoint.
     resume: bool = False

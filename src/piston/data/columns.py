@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from jaxtyping import UInt8
 
-from piston.data.format import DERIVED, Episode, EpisodeError, Metadata
+from piston.data.format import DERIVED, Episode, EpisodeError, Metadata, is_inside
 
 Columns = dict[str, np.ndarray]  # of one episode or of many, by key
 
@@ -238,6 +238,8 @@ def image_bytes(cell: Any, root: Path) -> bytes:
     """Return the content of a cell as Hugging Face writes it: {bytes, path}, or the bytes alone."""
     data, name = (cell.get("bytes"), cell.get("path")) if isinstance(cell, dict) else (cell, None)
     if data is None and name is not None:
+        if not isinstance(name, str) or not is_inside(name):
+            raise ValueError(f"the image {name} is not read: its path leads outside the data set")
         try:
             data = (root / name).read_bytes()
         except OSError as error:

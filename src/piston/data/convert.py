@@ -22,7 +22,7 @@ import dataclasses
 import importlib
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,11 +43,19 @@ from piston.data.features import (
     image_stats,
     sampled_frames,
 )
-from piston.data.format import CAMERA_DTYPES, DERIVED, Episode, Feature, Metadata, keys_of
+from piston.data.format import (
+    CAMERA_DTYPES,
+    DERIVED,
+    Episode,
+    Feature,
+    Metadata,
+    keys_of,
+    not_a_written_set,
+)
 from piston.data.recorder import Recorder, VideoEncoding, encode_video
 from piston.data.video import TOLERANCE_S, probe_video
 from piston.data.writer import RECORDING, DatasetWriter, NewEpisode, new_info
-from piston.files import atomic_folder, link_or_copy, read_json_lines
+from piston.files import atomic_folder, check_new_folder, link_or_copy, read_json_lines
 from piston.progress import Progress, no_progress
 
 logger = logging.getLogger(__name__)
@@ -105,7 +113,8 @@ def convert_to_v30(
     metadata = Metadata.read(source)
     if metadata.version == "v3.0":
         raise ValueError(f"{source} is v3.0 already: there is nothing to convert")
-    _check_target(target, [metadata.root])
+    replacing = _replacing(overwrite, [metadata.root])
+    check_new_folder(Path(target), **replacing)
     findings, done = inspect_files(metadata, metadata.episodes), Conversion(Path(target))
     broken = left_out(findings.problems, metadata.cameras)
     done.skipped |= {f"episode {index}": broken[index].what for index in sorted(broken)}
@@ -146,7 +155,7 @@ def convert_to_v30(
         dataset.close()
         writer.add_episode(converted)
 
-    with atomic_folder(done.target, overwrite=overwrite) as folder:
+    with atomic_folder(done.target, **replacing) as folder:
         writer = DatasetWriter(folder, new_info(metadata.fps, features, metadata.robot_type))
         writer.start()
         writer.add_tasks(text for _, text in sorted(metadata.tasks.items()))
@@ -157,11 +166,9 @@ def convert_to_v30(
     return done
 
 
-def _check_target(target: str | Path, sources: Iterable[Path]) -> None:
-    """Raise ValueError if replacing `target` would delete a source."""
-    folder = Path(target).resolve()
-    if any(source.resolve().is_relative_to(folder) for source in sources):
-        raise ValueError(f"{target} holds the source files: choose another folder")
+def _replacing(overwrite: bool, sources: Sequence[Path]) -> dict[str, Any]:
+    """Return the options with which `atomic_folder` decides what the target may replace."""
+    return {"overwrite": not_a_written_set if overwrite else None, "inputs": sources}
 
 
 def _convert_each(
@@ -324,7 +331,8 @@ def convert_aloha_hdf5(
     if images not in CAMERA_DTYPES:
         raise ValueError(f'images must be "video" or "image", found {images!r}')
     files = episode_files(source)
-    _check_target(target, files)
+    replacing = _replacing(overwrite, files)
+    check_new_folder(Path(target), **replacing)
     features: Entries = {}
     episodes: list[tuple[str, int, Path]] = []
     done = Conversion(Path(target))
@@ -351,7 +359,7 @@ def convert_aloha_hdf5(
     # Every file is looked at before anything is written. The first episode decides the features.
     _convert_each([(path.name, 0, path) for path in files], look, done.skipped, skip_broken)
     with (
-        atomic_folder(done.target, overwrite=overwrite) as folder,
+        atomic_folder(done.target, **replacing) as folder,
         Recorder(folder, fps, features, "aloha", codec) as recorder,
     ):
         _convert_each(episodes, convert, done.skipped, skip_broken, progress)

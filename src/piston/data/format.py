@@ -46,6 +46,7 @@ INFO = Path("meta/info.json")
 CAMERA_DTYPES = ("video", "image")  # in files of their own, or as images in the rows
 CAMERA_IGNORED = "the camera is ignored"
 _OTHER_NAMES = {"videos": "video", "video": "videos"}  # of the folder of videos
+_SET_FOLDERS = {"meta", "data", "videos", ".recording"}  # that Piston writes
 _REPO_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
@@ -255,6 +256,23 @@ def lerobot_home() -> Path:
         return Path(home).expanduser()
     hub = os.environ.get("HF_HOME") or "~/.cache/huggingface"
     return Path(hub).expanduser() / "lerobot"
+
+
+def not_a_written_set(root: Path) -> str | None:
+    """Return why a folder is not a v3.0 data set, the version that Piston writes; None if it is.
+
+    The format has no field for the program that wrote a set. A set with anything else in its folder
+    is not as Piston wrote it.
+    """
+    try:
+        info = read_info(root)
+    except (OSError, ValueError):
+        return f"it is not a data set (it has no {INFO} that can be read)"
+    if info.get("codebase_version") != "v3.0":
+        return f"it is a data set of version {info.get('codebase_version')}, not v3.0"
+    if others := sorted({path.name for path in root.iterdir()} - _SET_FOLDERS):
+        return f"it also contains {', '.join(others[:5])}, which is not part of a data set"
+    return None
 
 
 def list_files(root: Path) -> frozenset[str]:
@@ -476,7 +494,7 @@ def file_path(
         used = _template_fields(template)
         if used == fields.keys() or (used < fields.keys() and not all_fields):
             path = template.format(**fields)
-            if not path.startswith("/") and ".." not in path.split("/"):
+            if is_inside(path):
                 return path
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         reason = repr(error)
@@ -484,6 +502,11 @@ def file_path(
         f"meta/info.json: {field} is {template!r}, which cannot be filled in ({reason}); expected "
         f"is a path inside the set with the fields {', '.join(fields)}"
     )
+
+
+def is_inside(path: str) -> bool:
+    """Return whether a path that a set names stays in it; links in the set are followed."""
+    return not path.startswith("/") and ".." not in path.split("/")
 
 
 @functools.cache

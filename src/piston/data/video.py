@@ -47,6 +47,14 @@ class VideoError(ValueError):
     """A frame cannot be read; the message has the file and the time."""
 
 
+def _require_decoder(stream: VideoStream, path: str | os.PathLike[str]) -> None:
+    if getattr(stream, "codec_context", None) is None:  # PyAV has none for an unknown tag
+        raise VideoError(
+            f"{path} has video of a codec that this build of PyAV does not know. The file is "
+            "damaged, or has to be encoded anew."
+        )
+
+
 class VideoReader:
     """One open file, for one thread at a time; see `VideoReaders`."""
 
@@ -60,6 +68,11 @@ class VideoReader:
             self._container.close()
             raise VideoError(f"{path} has no video stream.")
         self._stream: VideoStream = self._container.streams.video[0]
+        try:
+            _require_decoder(self._stream, path)
+        except VideoError:
+            self._container.close()
+            raise
         self._stream.thread_type = "NONE"
         self._stream.codec_context.thread_count = 1
         # Damaged data must raise an error, not return a plausible image.
@@ -260,6 +273,7 @@ def probe_video(path: Path, fps: float) -> tuple[dict[str, Any], Float[np.ndarra
     try:
         with av.open(str(path)) as container:
             stream = container.streams.video[0]
+            _require_decoder(stream, path)
             context = stream.codec_context
             times = [packet.pts for packet in container.demux(stream) if packet.dts is not None]
             if stream.time_base is None or not times:

@@ -118,13 +118,16 @@ class DatasetWriter:
     def start(self) -> None:
         """Lock the folder, read what it holds and remove what a killed process left."""
         folder = self.root / RECORDING
+        if folder.is_symlink():
+            raise ValueError(f"{folder} is a link, but has to be a folder: remove the link")
         folder.mkdir(parents=True, exist_ok=True)
         try:
             self._lock.acquire(blocking=False)
         except filelock.Timeout as error:
             raise RuntimeError(f"another process is recording into {self.root}") from error
         try:
-            remove_leftovers(self.root)
+            for top in ("meta", "data", "videos"):
+                remove_leftovers(self.root / top)
             self._load()
             for leftover in folder.iterdir():
                 if leftover.name != "lock":

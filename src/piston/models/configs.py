@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-import math
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -27,11 +27,21 @@ _FAST_CAMERAS = ("base_0_rgb", "base_1_rgb", "wrist_0_rgb")
 _PROMPT_LENGTHS = {"π0": 48, "π0.5": 200, "π0-FAST": 250}
 
 
+# No count of a model is larger, so that a damaged file is not taken for an enormous model.
+_MAX_COUNT = 2**20
+_MAX_DEPTH = 1000
+
+
 def _require_positive(size: object, but: Sequence[str] = ()) -> None:
     for name, value in vars(size).items():
-        if name != "lora" and (type(value) is not int or (value < 1 and name not in but)):
-            kind = type(size).__name__
-            raise ValueError(f"{kind}.{name} must be a whole number of at least 1, is {value!r}.")
+        if name == "lora":
+            continue
+        least, most = name not in but, _MAX_DEPTH if name == "depth" else _MAX_COUNT
+        if type(value) is not int or (least and value < 1) or value > most:
+            raise ValueError(
+                f"{type(size).__name__}.{name} must be a whole number of at least 1 and at most "
+                f"{most}, is {reprlib.repr(value)}."
+            )
 
 
 @register("lora")
@@ -46,10 +56,16 @@ class LoRA:
     mlp: bool = True
 
     def __post_init__(self) -> None:
-        if type(self.rank) is not int or self.rank < 1:
-            raise ValueError(f"The rank of adapters must be at least 1, is {self.rank}.")
-        if not 0 < self.alpha < math.inf:
-            raise ValueError(f"The alpha of adapters must be a positive number, is {self.alpha}.")
+        if type(self.rank) is not int or not 1 <= self.rank <= _MAX_COUNT:
+            found = reprlib.repr(self.rank)
+            raise ValueError(
+                f"The rank of adapters must be at least 1 and at most {_MAX_COUNT}, is {found}."
+            )
+        if not 0 < self.alpha <= _MAX_COUNT:
+            found = reprlib.repr(self.alpha)
+            raise ValueError(
+                f"The alpha of adapters must be a positive number up to {_MAX_COUNT}, is {found}."
+            )
         if not (self.attention or self.mlp):
             raise ValueError(
                 "Adapters must adapt attention, mlp or both; for neither, give no adapters at all."
@@ -227,8 +243,11 @@ class ModelConfig(abc.ABC):
     def __post_init__(self) -> None:
         counts = ("action_dim", "action_horizon", "prompt_length", "vocab_size", "image_size")
         for name in (*counts, "max_decoding_steps"):
-            if (count := getattr(self, name, 1)) < 1:
-                raise ValueError(f"model.{name} must be at least 1, is {count}.")
+            if not 1 <= (count := getattr(self, name, 1)) <= _MAX_COUNT:
+                found = reprlib.repr(count)
+                raise ValueError(
+                    f"model.{name} must be at least 1 and at most {_MAX_COUNT}, is {found}."
+                )
         if not self.cameras or len(set(self.cameras)) != len(self.cameras):
             raise ValueError(f"model.cameras must be distinct names, found {self.cameras}.")
         if self.image_size % self.vision.patch:

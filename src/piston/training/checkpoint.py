@@ -41,8 +41,8 @@ logger = logging.getLogger(__name__)
 
 _STATE = "train_state"
 _PROGRESS = "progress.json"
-# Folders that are being written or deleted; after a kill they are of no use.
-UNFINISHED = ("[0-9]*.partial", "[0-9]*.removed")
+# Endings of the folders of steps that are being written or deleted; of no use after a kill.
+UNFINISHED = ("partial", "removed")
 
 # How often the last save is tried again, and the seconds before each attempt.
 _ATTEMPTS, _PAUSE = 20, 30.0

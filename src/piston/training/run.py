@@ -18,7 +18,14 @@ import tyro
 
 from piston import presets, weights
 from piston.config import DataConfig, TrainConfig
-from piston.files import find_damage, read_json_object, write_text
+from piston.data.format import lerobot_home
+from piston.files import (
+    atomic_folder,
+    check_new_folder,
+    find_damage,
+    read_json_object,
+    write_text,
+)
 from piston.serialization import to_json
 from piston.training.checkpoint import UNFINISHED, newest_whole_step, saved_steps
 from piston.training.distributed import Processes
@@ -121,20 +128,41 @@ def _find_step(config: TrainConfig, folder: Path) -> int | None:
             f"{folder} exists already. Give --resume to continue that run, --overwrite to delete "
             "it and start again, or another --exp-name."
         )
+    if config.overwrite:
+        check_new_folder(folder, overwrite=_not_a_run, inputs=_inputs(config))
     return None
+
+
+def _not_a_run(folder: Path) -> str | None:
+    """Return why a folder is not a run that this or an earlier version wrote; None if it is."""
+    is_run = "num_train_steps" in _read_config(folder / CONFIG)
+    return None if is_run else f"it is not a run (it has no {CONFIG} that can be read)"
+
+
+def _inputs(config: TrainConfig) -> list[Path]:
+    """Return the local files and folders that a run reads."""
+    data = config.data_config()
+    sets = [name.split("#")[0] for name in (data.repo_id, *data.more_sets) if name]
+    names = [*sets, *(lerobot_home() / name for name in sets), config.weights, data.assets_dir]
+    paths = [Path(str(name).removeprefix("file://")).expanduser() for name in names if name]
+    return [path for path in paths if path.exists()]
 
 
 def begin(run: Run, config: TrainConfig, processes: Processes) -> None:
     """Prepare the folder for training. --overwrite deletes here, not earlier."""
     path = run.folder / CONFIG
     if processes.is_first:
-        if config.overwrite and run.folder.exists():
-            shutil.rmtree(run.folder)
+        text = json.dumps(to_json(config), indent=2)
+        if config.overwrite:
+            inputs = _inputs(config)
+            with atomic_folder(run.folder, overwrite=_not_a_run, inputs=inputs) as fresh:
+                write_text(fresh / CONFIG, text)
         run.folder.mkdir(parents=True, exist_ok=True)
         # Remove what a killed process left behind and set damaged checkpoints aside.
-        for pattern in UNFINISHED:
-            for leftover in run.folder.glob(pattern):
-                shutil.rmtree(leftover)
+        for leftover in run.folder.glob("*"):
+            number, _, ending = leftover.name.partition(".")
+            if number.isdecimal() and ending in UNFINISHED:
+                _clear(leftover)
         for step in saved_steps(run.folder):
             if step >= run.first_step:  # damaged; a warning has been logged
                 damaged = run.folder / f"{step}.damaged"
@@ -143,7 +171,6 @@ def begin(run: Run, config: TrainConfig, processes: Processes) -> None:
         remove_metrics_after(run.folder / METRICS, run.first_step - 1)
         if run.resumed is None:
             (run.folder / WANDB_ID).unlink(missing_ok=True)
-        text = json.dumps(to_json(config), indent=2)
         before = flatten_dict(_read_config(path), ".")
         changed = [
             f"{name} {before[name]} → {value}"
@@ -164,6 +191,18 @@ def begin(run: Run, config: TrainConfig, processes: Processes) -> None:
         time.sleep(0.5)
 
 
+def _clear(leftover: Path) -> None:
+    """Delete an unfinished checkpoint; a file of that name is not one, so give it another name."""
+    if leftover.is_dir() and not leftover.is_symlink():
+        shutil.rmtree(leftover)
+        return
+    other = leftover.with_name(f"{leftover.name}.other")
+    while other.exists():
+        other = other.with_name(f"{other.name}~")
+    logger.warning("%s is not a folder of Piston; it is now named %s", leftover, other.name)
+    leftover.rename(other)
+
+
 def _read_config(path: Path) -> dict[str, Any]:
     """Return the saved configuration, empty if it is missing or unreadable."""
     try:
@@ -181,6 +220,8 @@ def list_runs(base: Path) -> list[dict[str, Any]]:
     runs = []
     for path in sorted(base.glob(f"*/*/{CONFIG}")):
         folder = path.parent
+        if folder.name.startswith("."):  # left by a process that was killed
+            continue
         logged = [line for line in read_metrics(folder / METRICS) if "loss" in line]
         checkpoints = [folder / str(step) for step in reversed(saved_steps(folder))]
         whole = (one for one in checkpoints if find_damage(one, only_sizes=True) is None)

@@ -121,12 +121,16 @@ def open_checkpoint(
     elif config is None:
         # The JAX trainer's arrays are in `params`; config.json is beside that folder.
         inside = tensors.is_dir() and tensors.name != "params"
-        declared = declared_fields((tensors if inside else tensors.parent) / CONFIG)
+        stated = (tensors if inside else tensors.parent) / CONFIG
+        declared = declared_fields(stated)
         try:
             config, assumed = infer_config(shapes_of(entries), heads, declared)
         except CheckpointError as error:  # tensors under unknown names are a likely reason
             lines = [f"{name} {shape}" for name, shape in unknown.items()]
-            raise CheckpointError(f"{error}\n{_listing({'unexpected': lines})}") from error
+            listed = _listing({"unexpected": lines})
+            raise CheckpointError(f"{path} ({format_}): {error}\n{listed}") from error
+        except ValueError as error:  # of a value that config.json states
+            raise CheckpointError(f"{stated} does not describe a model: {error}") from error
     what = f"{path} ({format_}) does not fit the {config.family} model of its configuration"
     found = {**shapes_of(entries), **unknown}
     check_match(expected_shapes(config), found, may_be_new=may_be_new, what=what)

@@ -50,6 +50,10 @@ _OPENPI_NAMES = {
     "dtype": "precision",
     **_VARIANTS,
 }
+_TYPES: Mapping[str, Any] = {
+    **dict.fromkeys(_SAME, int | None),
+    "discrete_state_input": bool | None,
+}
 _SO400M_WIDTH, _SO400M_HEADS = 1152, 16  # every public vision tower of this width is So400m
 # Which property tells the value of a field that may be None.
 _RESOLVED = {"max_token_len": "prompt_length", "discrete_state_input": "state_in_prompt"}
@@ -92,8 +96,13 @@ def declared_fields(path: Path) -> dict[str, Any]:
     more: dict[str, Any] = {}
     if data.get("type") in _FAMILIES:
         names = _LEROBOT_NAMES
-        features = (data.get("input_features") or {}).items()
-        cameras = [n for n, f in features if n.startswith(_IMAGES) and f.get("type") == "VISUAL"]
+        features = data.get("input_features") or {}
+        if not isinstance(features, dict) or not all(
+            isinstance(f, dict) for f in features.values()
+        ):
+            raise CheckpointError(f"{path}: input_features does not describe each feature.")
+        images = {name: f for name, f in features.items() if name.startswith(_IMAGES)}
+        cameras = [name for name, f in images.items() if f.get("type") == "VISUAL"]
         more["cameras"] = tuple(name.removeprefix(_IMAGES) for name in cameras) or None
         if data["type"] == "pi0_fast":  # ours includes the action tokens, LeRobot's does not
             more["max_token_len"] = None
@@ -101,7 +110,13 @@ def declared_fields(path: Path) -> dict[str, Any]:
         more = _case_sizes(data, path)
     elif "paligemma_variant" not in data:
         return {}
-    stated = {ours: data.get(theirs) for ours, theirs in names.items()} | more
+    stated = {ours: data.get(theirs) for ours, theirs in names.items()}
+    for name in stated.keys() & _TYPES:
+        try:
+            from_json(stated[name], _TYPES[name], f"{path}: {names[name]}")
+        except ValueError as error:
+            raise CheckpointError(f"{error} Correct it, or remove the file.") from error
+    stated |= more
     if stated["dtype"] not in ("float32", "bfloat16"):
         stated["dtype"] = None
     return {name: value for name, value in stated.items() if value is not None}
@@ -120,7 +135,7 @@ def _case_sizes(data: Mapping[str, Any], path: Path) -> dict[str, Any]:
             "vision": VisionSize(**data["vision"]),
             "vlm": expert("vlm"),
             "action_expert": expert("expert") if "expert" in data else None,
-            "cameras": tuple(data["image_keys"]) if "image_keys" in data else None,
+            "cameras": from_json(data.get("image_keys"), tuple[str, ...] | None, "image_keys"),
         }
     except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(
