@@ -11,9 +11,10 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect as open_websocket
 
-from piston.client import Client, ConnectionLost, ServerBusy
+from piston.client import Client, ConnectionLost, ServerBusy, ServerError
 from piston.client.codec import pack, unpack
-from piston.serving import Server, ServerConfig
+from piston.serving import Server, ServerConfig, running_server
+from piston.serving.server import PolicyThreadEnded
 
 
 def wait_until(condition, seconds: float = 5.0) -> None:
@@ -90,6 +91,38 @@ def test_greedy_clients_do_not_make_the_server_busy_for_polite_ones(start, polic
         done.set()
         for thread in greedy:
             thread.join(5)
+
+
+def test_a_policy_that_hangs_is_reported(start, policy, observe, get):
+    policy.gate = threading.Event()
+    server = start(policy, policy_timeout=0.3, request_timeout=0.2, max_batch=1)
+    assert get(server.port, "/healthz")[0] == 200
+    with Client(server.url) as first, Client(server.url) as second:
+        # The first request is being worked on, the second one waits in the queue.
+        for client in (first, second):
+            with pytest.raises(ServerBusy, match=r"has waited 0\.\d s .* limit is 0\.2 s"):
+                client.infer(observe())
+        assert len(server._batcher) == 0
+        wait_until(lambda: get(server.port, "/healthz")[0] == 503)
+        assert "The policy has been working for" in get(server.port, "/healthz")[1]
+        policy.gate.set()
+        wait_until(lambda: get(server.port, "/healthz")[0] == 200)
+        assert second.infer(observe(7))["actions"].shape == (5, 4)
+    assert policy.batch_sizes == [1, 1]
+
+
+def test_a_policy_whose_thread_ends_ends_the_server(policy, observe):
+    def leave(_):
+        raise SystemExit(3)
+
+    policy.infer_batch = leave
+    with (
+        pytest.raises(PolicyThreadEnded, match=r"SystemExit\(3\)"),
+        running_server(policy) as server,
+        Client(server.url) as client,
+        pytest.raises(ServerError, match="inference thread has ended"),
+    ):
+        client.infer(observe())
 
 
 def test_a_client_that_does_not_read_is_cut_off_and_holds_nobody_back(

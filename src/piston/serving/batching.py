@@ -55,7 +55,7 @@ class PreparingPolicy(Policy, Protocol):
 
 
 class Busy(RuntimeError):
-    """The queue is full."""
+    """The queue is full, or the policy did not answer in time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +75,7 @@ class _Request:
     arrived: float
     outcome: asyncio.Future[Outcome]
     prepared: Any = None  # what the policy infers from
+    deadline: asyncio.TimerHandle | None = None
 
 
 @dataclasses.dataclass
@@ -89,7 +90,20 @@ class _Rhythm:
 class Batcher:
     """One policy, one queue and one inference thread. Call `start` once, `stop` once."""
 
-    def __init__(self, policy: Policy, max_batch: int, max_wait: float, max_queue: int) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        max_batch: int,
+        max_wait: float,
+        max_queue: int,
+        request_timeout: float = 60.0,
+    ) -> None:
+        # Seconds after which a request is answered with an error.
+        self._request_timeout = request_timeout
+        # When the inference under way began, None if there is none.
+        self._began: float | None = None
+        # Why no inference will ever run again.
+        self.failure: BaseException | None = None
         self._prepare_one: Callable[[Observation], Any] = lambda observation: observation
         self._infer_prepared: Callable[[list[Any]], list[Result]] = policy.infer_batch
         if isinstance(policy, PreparingPolicy):
@@ -110,6 +124,8 @@ class Batcher:
     def start(self, warm_up: Callable[[], object] | None = None) -> asyncio.Future[object]:
         """Run `warm_up` in the thread that will infer; the future is done when it is."""
         self._loop = asyncio.get_running_loop()
+        # Set when the inference thread has ended; `failure` says why.
+        self.failed = asyncio.Event()
         return asyncio.wrap_future(self._worker.submit(warm_up or (lambda: None)))
 
     def submit(self, observation: Observation, source: Hashable) -> asyncio.Future[Outcome]:
@@ -117,10 +133,13 @@ class Batcher:
         request = _Request(observation, source, time.perf_counter(), self._loop.create_future())
         rhythm = self._rhythms.setdefault(source, _Rhythm())
         rhythm.asked = request.arrived
+        if self.failure is not None:
+            raise Busy("The inference thread has ended, and the server stops.")
         if len(self._queue) >= self._max_queue:
             raise Busy(f"{len(self._queue)} requests are waiting already; ask again later.")
         self._check_share(source, request.arrived)
         rhythm.pause = request.arrived - rhythm.replied
+        request.deadline = self._loop.call_later(self._request_timeout, self._expire, request)
         self._queue.append(request)
         self._schedule()
         return request.outcome
@@ -141,11 +160,31 @@ class Batcher:
                 f"queue is {max(1, share)}. Ask again later."
             )
 
+    def seconds_in_inference(self) -> float:
+        """Return for how long the inference under way has been running, 0 if there is none."""
+        began = self._began
+        return 0.0 if began is None else time.perf_counter() - began
+
+    def _expire(self, request: _Request) -> None:
+        """Answer a request that has waited too long, in the queue or for the inference."""
+        if request in self._queue:
+            self._queue.remove(request)
+        waited = time.perf_counter() - request.arrived
+        limit = f"the limit is {self._request_timeout:g} s"
+        error = Busy(f"The request has waited {waited:.1f} s for the policy; {limit}.")
+        if not request.outcome.done():
+            request.outcome.set_result(Outcome(error, 1e3 * waited, 0.0, batch_size=0))
+
     def forget(self, source: Hashable) -> None:
         """Drop the waiting requests of a connection that is closed."""
         self._rhythms.pop(source, None)
-        kept = [request for request in self._queue if request.source != source]
-        self._queue = collections.deque(kept)
+        kept: collections.deque[_Request] = collections.deque()
+        for request in self._queue:
+            if request.source != source:
+                kept.append(request)
+            elif request.deadline is not None:
+                request.deadline.cancel()
+        self._queue = kept
         self._schedule()
 
     def stop(self, timeout: float) -> bool:
@@ -190,6 +229,18 @@ class Batcher:
         self._is_working = True
         self._worker.submit(self._run_batch, self._take_batch())
 
+    def _fail(self, batch: Sequence[_Request], failure: BaseException) -> None:
+        """Answer all requests with an error: the inference thread has ended."""
+        self.failure, self._began = failure, None
+        error = RuntimeError(f"The inference thread has ended: {failure!r}.")
+        waiting, self._queue = [*batch, *self._queue], collections.deque()
+        for request in waiting:
+            if request.deadline is not None:
+                request.deadline.cancel()
+            if not request.outcome.done():
+                request.outcome.set_result(Outcome(error, 0.0, 0.0, batch_size=0))
+        self.failed.set()
+
     def _take_batch(self) -> list[_Request]:
         """Take the next requests from the queue: the first of each source, then the second ones."""
         batch, rest = list(self._queue), []
@@ -208,13 +259,18 @@ class Batcher:
 
     def _run_batch(self, batch: list[_Request]) -> None:
         """Called in the inference thread, as `_prepare` and `_infer` are."""
-        began = time.perf_counter()
-        outcomes = self._prepare(batch)
-        ready = [request for request in batch if request not in outcomes]
-        if ready:
-            outcomes.update(zip(ready, self._infer(ready, began), strict=True))
+        began = self._began = time.perf_counter()
         # The loop is closed if the server has given up waiting for the policy.
         with contextlib.suppress(RuntimeError):
+            try:
+                outcomes = self._prepare(batch)
+                ready = [request for request in batch if request not in outcomes]
+                if ready:
+                    outcomes.update(zip(ready, self._infer(ready, began), strict=True))
+            except BaseException as error:  # SystemExit, for instance, must not go unseen
+                self._loop.call_soon_threadsafe(self._fail, batch, error)
+                raise
+            self._began = None
             self._loop.call_soon_threadsafe(self._finish_batch, batch, outcomes)
 
     def _prepare(self, batch: Sequence[_Request]) -> dict[_Request, Outcome]:
@@ -233,6 +289,7 @@ class Batcher:
     def _infer(self, batch: Sequence[_Request], began: float) -> list[Outcome]:
         """Return the outcomes of a batch; if it fails as a whole, run each half of it."""
         results: Sequence[Result | Exception]
+        self._began = began
         try:
             results = self._infer_prepared([request.prepared for request in batch])
             if len(results) != len(batch):
@@ -259,6 +316,8 @@ class Batcher:
         self._idle_since = time.perf_counter()
         self._last_seconds = max(outcome.infer_ms for outcome in outcomes.values()) / 1e3
         for request in batch:
+            if request.deadline is not None:
+                request.deadline.cancel()
             if request.source in self._rhythms:
                 self._rhythms[request.source].replied = self._idle_since
             if not request.outcome.done():  # cancelled: the connection is closed

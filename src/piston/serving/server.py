@@ -59,6 +59,10 @@ _KEPT_BYTES = 16 * 2**20
 _READ_BYTES = 2**20
 
 
+class PolicyThreadEnded(OSError):
+    """The thread that runs the policy has ended, by SystemExit for instance."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ServerConfig:
     # The default is this machine only; "0.0.0.0" lets other machines connect.
@@ -98,6 +102,10 @@ class ServerConfig:
     send_timeout_s: float = 10.0
     # A client that answers no ping for so long is cut off; pings are as far apart.
     ping_timeout_s: float = 20.0
+    # Seconds after which /healthz reports a policy that is still working on one batch (503).
+    policy_timeout: float = 60.0
+    # Seconds after which a request that the policy has not answered gets an error.
+    request_timeout: float = 60.0
     # How long to wait for what is in flight when the server is told to stop.
     shutdown_timeout_s: float = 30.0
     # Error replies carry a traceback.
@@ -109,7 +117,8 @@ class ServerConfig:
         for name, least in {**counts, "port": 0, "max_wait_ms": 0}.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least {least}.")
-        for name in ("send_timeout_s", "ping_timeout_s", "shutdown_timeout_s"):
+        timeouts = ("send_timeout_s", "ping_timeout_s", "shutdown_timeout_s")
+        for name in (*timeouts, "policy_timeout", "request_timeout"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected more than 0.")
         if self.port >= 2**16:
@@ -223,7 +232,9 @@ class Server:
         about = {"version": version, "protocol": protocol.VERSION, "name": config.name}
         self._metadata = pack({**policy.metadata, "piston": about})
         max_wait = config.max_wait_ms / 1e3
-        self._batcher = Batcher(policy, config.max_batch, max_wait, config.max_queue)
+        self._batcher = Batcher(
+            policy, config.max_batch, max_wait, config.max_queue, config.request_timeout
+        )
         self._metrics = metrics.Metrics(protocol.ERROR_TYPES)
         # The tasks that run the sessions of all connections.
         self._sessions: set[asyncio.Task[Any]] = set()
@@ -257,7 +268,12 @@ class Server:
                 self._warm.set()
                 self.ready.set()
                 logger.info("Ready.")
-            await self._stopping.wait()
+            await protocol.first_of(self._stopping.wait(), self._batcher.failed.wait())
+            if (failure := self._batcher.failure) is not None:
+                raise PolicyThreadEnded(
+                    f"The inference thread has ended: {failure!r}. The server stops, because it "
+                    "can answer no request any more."
+                ) from failure
         finally:
             listener.close(close_connections=False)
             self._stopping.set()
@@ -304,6 +320,13 @@ class Server:
         path = request.path.partition("?")[0]
         # Load balancers have no key, and whether the server is ready is no secret.
         if path == "/healthz":
+            seconds, limit = self._batcher.seconds_in_inference(), self._config.policy_timeout
+            if seconds > limit:
+                text = f"The policy has been working for {seconds:.0f} s; the limit is {limit:g} s."
+                return connection.respond(HTTPStatus.SERVICE_UNAVAILABLE, f"{text}\n")
+            if self._batcher.failure is not None:
+                text = "The inference thread has ended.\n"
+                return connection.respond(HTTPStatus.SERVICE_UNAVAILABLE, text)
             if self._warm.is_set():
                 return connection.respond(HTTPStatus.OK, "OK\n")
             return connection.respond(HTTPStatus.SERVICE_UNAVAILABLE, "The policy warms up.\n")
