@@ -129,14 +129,14 @@ def test_what_cannot_be_evaluated_is_refused_and_nothing_is_replaced(
 
 def test_an_evaluation_that_breaks_keeps_the_episodes_that_ended(tmp_path, capsys, monkeypatch):
     policy = random_policy("tiny_aloha_sim")
-    healthy = policy.infer_batch
+    healthy = policy.prepare
 
-    def infer_batch(observations):
-        if any(observation.get("seed", 0) // NOISE_SEEDS == 8 for observation in observations):
+    def prepare(observation):
+        if observation.get("seed", 0) // NOISE_SEEDS == 8:
             raise RuntimeError("out of order")
-        return healthy(observations)
+        return healthy(observation)
 
-    monkeypatch.setattr(policy, "infer_batch", infer_batch)
+    monkeypatch.setattr(policy, "prepare", prepare)
     (tmp_path / "results.json").write_text("precious")
     words = ("--num-environments", "1", "--execute-horizon", "120", "--out", str(tmp_path))
     with running_server(policy, ServerConfig(port=0, name="broken/one")) as server:

@@ -47,7 +47,10 @@ class Policy(Protocol):
 
 @runtime_checkable
 class PreparingPolicy(Policy, Protocol):
-    """A policy that checks each observation before the batch: a bad one then costs no inference."""
+    """A policy that checks each observation before the batch: a bad one then costs no inference.
+
+    The server calls these two instead of `infer_batch`.
+    """
 
     def prepare(self, observation: Observation, /) -> Any: ...
 
