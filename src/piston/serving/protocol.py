@@ -51,14 +51,14 @@ _SLOTS = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """Bounds of a request that are checked before any other work is done with it."""
 
     text_length: int = 10_000
     image_side: int = 4_096
 
 
-_DEFAULT_LIMITS = Limits()
+_DEFAULT_LIMITS = RequestLimits()
 
 
 class BadRequest(ValueError):
@@ -70,7 +70,7 @@ class BadRequest(ValueError):
 
 
 def decode_request(
-    message: bytes | str, limits: Limits = _DEFAULT_LIMITS
+    message: bytes | str, limits: RequestLimits = _DEFAULT_LIMITS
 ) -> tuple[Observation, int | None]:
     """Return the observation and the request id, or raise BadRequest."""
     if isinstance(message, str):
@@ -93,7 +93,7 @@ def decode_request(
     return observation, request_id
 
 
-def _find_fault(value: Any, limits: Limits) -> tuple[str, str] | None:
+def _find_fault(value: Any, limits: RequestLimits) -> tuple[str, str] | None:
     """Return the path to the first value that is refused, and the reason; None if there is none."""
     if isinstance(value, dict | list):
         for key, part in value.items() if isinstance(value, dict) else enumerate(value):
@@ -105,7 +105,7 @@ def _find_fault(value: Any, limits: Limits) -> tuple[str, str] | None:
     return None if found is None else ("", found)
 
 
-def _fault_of(value: Any, limits: Limits) -> str | None:
+def _fault_of(value: Any, limits: RequestLimits) -> str | None:
     # A policy that let NaN or infinity through would move the robot by it.
     not_finite = "holds NaN or infinity; expected finite numbers."
     if isinstance(value, float):
@@ -179,7 +179,7 @@ class Session:
     connection: ServerConnection
     batcher: Batcher
     metrics: Metrics
-    limits: Limits
+    limits: RequestLimits
     send_timeout: float
     debug: bool
 

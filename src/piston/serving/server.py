@@ -95,9 +95,9 @@ class ServerConfig:
     # A larger message closes its connection, with code 1009.
     max_message_bytes: int = 32 * 2**20
     # Longer texts in an observation, such as prompts, are refused; in characters.
-    max_text_length: int = protocol.Limits.text_length
+    max_text_length: int = protocol.RequestLimits.text_length
     # Images, and other arrays of three or more axes, with a longer side are refused; in pixels.
-    max_image_side: int = protocol.Limits.image_side
+    max_image_side: int = protocol.RequestLimits.image_side
     # A client that takes no reply for so long is cut off.
     send_timeout_s: float = 10.0
     # A client that answers no ping for so long is cut off; pings are as far apart.
@@ -372,7 +372,9 @@ class Server:
             connection,
             self._batcher,
             self._metrics,
-            limits=protocol.Limits(self._config.max_text_length, self._config.max_image_side),
+            limits=protocol.RequestLimits(
+                self._config.max_text_length, self._config.max_image_side
+            ),
             send_timeout=self._config.send_timeout_s,
             debug=self._config.debug,
         )
