@@ -11,7 +11,7 @@ PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check $(addprefi
 # Compiled test files are kept, so that a second run starts at once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup test demo check bench clean
+.PHONY: help setup test demo check bench stress clean
 .DEFAULT_GOAL := help
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo "make demo   install and run the main job"
 	@echo "make check  ruff (lint, format) and mypy"
 	@echo "make bench  measure speed (benchmarks/)"
+	@echo "make stress try to break servers and files for about ten minutes (tests/stress/)"
 
 setup: $(STAMP)
 
@@ -47,6 +48,10 @@ bench: setup
 	$(BIN)/python benchmarks/serve.py
 	$(BIN)/python benchmarks/train.py mid
 	$(BIN)/python benchmarks/inference.py pi0
+
+# Server processes are started as in the benchmarks.
+stress: setup
+	OMP_NUM_THREADS=1 PYTHONPATH=benchmarks $(BIN)/python tests/stress
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

@@ -72,7 +72,10 @@ class Arguments:
 
 def run(options: Arguments) -> int:
     if options.round_trips:
-        with _process(_serve_idle) as (port, _), _process(_serve_least) as (least_port, _):
+        with (
+            server_process(_serve_idle) as (port, _),
+            server_process(_serve_least) as (least_port, _),
+        ):
             ports = {"this server": port, "least server": least_port}
             console().print(_overhead(ports, options.round_trips))
             console().print(_rates(ports, options.crowds, options.turns))
@@ -217,7 +220,7 @@ class _Load:
 def _load(options: Arguments, max_batch: int) -> _Load:
     config = ServerConfig(port=0, max_batch=max_batch, max_queue=4 * options.clients)
     load = _Load(max_batch, options.seconds)
-    with _process(_serve_tiny, options.preset, config, options.threads) as (port, pid):
+    with server_process(_serve_tiny, options.preset, config, options.threads) as (port, pid):
         observations = _observations(options)
         with Client("127.0.0.1", port, timeout=60.0) as alone:
             expected = [[alone.infer(one)["actions"] for one in own] for own in observations]
@@ -229,7 +232,7 @@ def _load(options: Arguments, max_batch: int) -> _Load:
         for client in clients:
             client.start()
         while any(client.is_alive() for client in clients):
-            load.memory.append(_resident_bytes(pid))
+            load.memory.append(resident_bytes(pid))
             time.sleep(options.seconds / 200)
     return load
 
@@ -310,7 +313,7 @@ def _load_table(options: Arguments, loads: list[_Load]) -> Table:
     return table
 
 
-def _resident_bytes(pid: int) -> float:
+def resident_bytes(pid: int) -> float:
     status = Path(f"/proc/{pid}/statm")
     if not status.exists():
         return float("nan")
@@ -318,7 +321,7 @@ def _resident_bytes(pid: int) -> float:
 
 
 @contextlib.contextmanager
-def _process(serve: Callable[..., None], *args: Any) -> Iterator[tuple[int, int]]:
+def server_process(serve: Callable[..., None], *args: Any) -> Iterator[tuple[int, int]]:
     """A server in a process of its own: its port and process id. It ends when told to."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
