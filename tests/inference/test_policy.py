@@ -105,7 +105,9 @@ def test_a_batch_equals_one_by_one(aloha):
 def test_prepared_requests_give_the_same_actions(aloha):
     assert isinstance(aloha, PreparingPolicy)
     requests = _mixed_requests()
-    results = aloha.infer_prepared([aloha.prepare(request) for request in requests])
+    prepared = [aloha.prepare(request) for request in requests]
+    assert [dict(one) for one in prepared] == requests
+    results = aloha.infer_batch(prepared)
     for result, expected in zip(results, aloha.infer_batch(requests), strict=True):
         np.testing.assert_array_equal(result["actions"], expected["actions"])
     with pytest.raises(ValueError, match="batch axis"):

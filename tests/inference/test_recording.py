@@ -53,6 +53,6 @@ def test_a_new_sentence_or_a_pause_begins_an_episode(policy, tmp_path):
 def test_a_second_session_goes_on_with_the_same_set(policy, tmp_path):
     for _ in range(2):
         recording = RecordingPolicy(policy, tmp_path / "set", fps=10.0)
-        recording.infer_prepared([recording.prepare(_observation("pick"))])
+        recording.infer_batch([recording.prepare(_observation("pick"))])
         recording.close()
     assert len(open_dataset(tmp_path / "set")) == 2

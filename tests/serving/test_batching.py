@@ -136,7 +136,7 @@ def test_a_request_that_cannot_be_prepared_joins_no_batch(run, policy):
             raise ValueError("negative")
         return {"number": 10 * observation["number"]}
 
-    policy.prepare, policy.infer_prepared = prepare, policy.infer_batch
+    policy.prepare = prepare
     ask = run()
     policy.gate.clear()
     ask(0)

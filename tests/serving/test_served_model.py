@@ -1,11 +1,14 @@
 """A real policy (transforms, tiny model) behind the server, through the public client."""
 
+import copy
 import threading
 
 import numpy as np
 import pytest
 
+from piston.client import Client
 from piston.inference.loading import random_policy
+from piston.inference.policy import Policy
 from piston.robots.aloha import make_aloha_example
 
 
@@ -73,3 +76,23 @@ def test_the_model_refuses_what_it_cannot_use(start, connect, model_policy):
             client.infer(observation)
         assert "bad_request" in str(caught.value)
         assert client.infer(good)["actions"].shape == (50, 14)
+
+
+class TwiceAsFar(Policy):
+    """A policy of somebody who overrides the one method that infers."""
+
+    def infer_batch(self, observations):
+        seen = [{**one, "prompt": "go"} if one["prompt"] == "stop" else one for one in observations]
+        results = super().infer_batch(seen)
+        return [{**result, "actions": 2 * result["actions"]} for result in results]
+
+
+def test_a_policy_that_overrides_infer_batch_is_not_bypassed(start, model_policy):
+    policy = copy.copy(model_policy)
+    policy.__class__ = TwiceAsFar
+    (request,) = requests(model_policy, 1)
+    with Client(start(policy).url) as client:
+        for prompt, replaced in (("go", "go"), ("stop", "go"), ("turn", "turn")):
+            expected = model_policy.infer({**request, "prompt": replaced})["actions"]
+            actions = client.infer({**request, "prompt": prompt})["actions"]
+            np.testing.assert_allclose(actions, 2 * expected, atol=1e-5)

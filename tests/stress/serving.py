@@ -29,18 +29,15 @@ class SteadyPolicy:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 
-    def infer_batch(self, observations: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return self.infer_prepared([self.prepare(observation) for observation in observations])
-
-    def prepare(self, observation: dict[str, Any]) -> np.ndarray:
+    def prepare(self, observation: dict[str, Any]) -> dict[str, Any]:
         state = observation["state"]
         if not isinstance(state, np.ndarray) or state.shape != (_DIM,) or state.dtype.kind != "f":
             raise ValueError(f"The state is no float array of shape ({_DIM},).")
-        return state
+        return observation
 
-    def infer_prepared(self, prepared: list[np.ndarray]) -> list[dict[str, Any]]:
+    def infer_batch(self, observations: list[dict[str, Any]]) -> list[dict[str, Any]]:
         time.sleep(self._seconds)
-        return [{"actions": np.tile(state, (50, 1))} for state in prepared]
+        return [{"actions": np.tile(one["state"], (50, 1))} for one in observations]
 
 
 def serve(pipe: Connection, seconds: float, config: ServerConfig) -> None:

@@ -6,7 +6,7 @@ The input transforms of an inference pipeline; the model; then the output transf
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 import numpy as np
@@ -22,6 +22,26 @@ from piston.transforms import Data, compose
 # Keys of a request besides the robot's own.
 _REQUEST_KEYS = ("noise", "seed", "rtc")
 _RTC_STEPS = ("delay", "execute_horizon")
+
+
+class PreparedObservation(Mapping[str, Any]):
+    """An observation that can be read as before, and the model's input that was made from it.
+
+    It is read only. A copy, such as `{**observation, "prompt": "…"}`, is not prepared any more.
+    """
+
+    def __init__(self, observation: Mapping[str, Any], inputs: Data, policy: Policy) -> None:
+        self.inputs, self.policy = inputs, policy
+        self._observation = observation
+
+    def __getitem__(self, key: str) -> Any:
+        return self._observation[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._observation)
+
+    def __len__(self) -> int:
+        return len(self._observation)
 
 
 class Policy:
@@ -73,16 +93,17 @@ class Policy:
         return self.infer_batch([request])[0]
 
     def infer_batch(self, observations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Answer several observations at once; each may contain its own noise or seed."""
+        """Answer several observations at once; each may contain its own noise or seed.
+
+        Those that `prepare` returned are not prepared again.
+        """
         started = time.perf_counter()
-        prepared = [self.prepare(observation) for observation in observations]
-        return self._answer(prepared, started)
-
-    def infer_prepared(self, prepared: Sequence[Data]) -> list[dict[str, Any]]:
-        """Answer several results of `prepare` at once."""
-        return self._answer(prepared, time.perf_counter())
-
-    def _answer(self, prepared: Sequence[Data], started: float) -> list[dict[str, Any]]:
+        prepared = [
+            one.inputs
+            if isinstance(one, PreparedObservation) and one.policy is self
+            else self.prepare(one).inputs
+            for one in observations
+        ]
         results: list[dict[str, Any]] = [{} for _ in prepared]
         # Guided and plain requests differ in what is computed, so each kind is one batch.
         for guided in (False, True):
@@ -114,8 +135,8 @@ class Policy:
             torch.cuda.synchronize(self.device)
         return time.perf_counter() - started
 
-    def prepare(self, observation: Mapping[str, Any]) -> Data:
-        """Return the model's input for one observation, with the noise it starts from.
+    def prepare(self, observation: Mapping[str, Any]) -> PreparedObservation:
+        """Return the observation with the model's input, and the noise that it starts from.
 
         Raises ValueError or LookupError if the observation is wrong.
         """
@@ -136,7 +157,7 @@ class Policy:
             seen["rtc"] = {**rtc, "previous_chunk": previous}
         if self.model.config.denoises:
             seen["noise"] = self._noise(observation)
-        return seen
+        return PreparedObservation(observation, seen, self)
 
     def _checked_rtc(self, rtc: Any) -> tuple[np.ndarray, dict[str, int]]:
         """Return the parts of a real-time request: the old chunk from now on, and two counts."""

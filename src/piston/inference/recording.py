@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from piston.data.recorder import Recorder
-from piston.inference.policy import Policy
-from piston.transforms import Data, flatten_dict
+from piston.inference.policy import Policy, PreparedObservation
+from piston.transforms import flatten_dict
 from piston.transforms.images import to_uint8_hwc
 
 logger = logging.getLogger(__name__)
@@ -46,18 +46,12 @@ class RecordingPolicy:
     def metadata(self) -> dict[str, Any]:
         return self._policy.metadata
 
+    def prepare(self, observation: Mapping[str, Any]) -> PreparedObservation:
+        return self._policy.prepare(observation)
+
     def infer_batch(self, observations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        return self.infer_prepared([self.prepare(observation) for observation in observations])
-
-    def prepare(self, observation: Mapping[str, Any]) -> tuple[Mapping[str, Any], Data]:
-        """Return the observation, which will be recorded, and the model's input."""
-        return observation, self._policy.prepare(observation)
-
-    def infer_prepared(
-        self, prepared: Sequence[tuple[Mapping[str, Any], Data]]
-    ) -> list[dict[str, Any]]:
-        results = self._policy.infer_prepared([data for _, data in prepared])
-        for (observation, _), result in zip(prepared, results, strict=True):
+        results = self._policy.infer_batch(observations)
+        for observation, result in zip(observations, results, strict=True):
             try:
                 self._add(observation, np.asarray(result["actions"], np.float32))
             except (ValueError, OSError) as error:

@@ -49,12 +49,10 @@ class Policy(Protocol):
 class PreparingPolicy(Policy, Protocol):
     """A policy that checks each observation before the batch: a bad one then costs no inference.
 
-    The server calls these two instead of `infer_batch`.
+    `infer_batch` receives what `prepare` returned in place of the observations.
     """
 
     def prepare(self, observation: Observation, /) -> Any: ...
-
-    def infer_prepared(self, prepared: list[Any], /) -> list[Result]: ...
 
 
 class Busy(RuntimeError):
@@ -73,11 +71,10 @@ class Outcome:
 
 @dataclasses.dataclass(eq=False)
 class _Request:
-    observation: Observation
+    observation: Any  # as it arrived; then as the policy prepared it
     source: Hashable  # the connection that asks
     arrived: float
     outcome: asyncio.Future[Outcome]
-    prepared: Any = None  # what the policy infers from
     deadline: asyncio.TimerHandle | None = None
 
 
@@ -107,10 +104,7 @@ class Batcher:
         self._began: float | None = None
         # Why no inference will ever run again.
         self.failure: BaseException | None = None
-        self._prepare_one: Callable[[Observation], Any] = lambda observation: observation
-        self._infer_prepared: Callable[[list[Any]], list[Result]] = policy.infer_batch
-        if isinstance(policy, PreparingPolicy):
-            self._prepare_one, self._infer_prepared = policy.prepare, policy.infer_prepared
+        self._policy = policy
         self._max_batch, self._max_wait, self._max_queue = max_batch, max_wait, max_queue
         self._queue: collections.deque[_Request] = collections.deque()
         self._rhythms: dict[Hashable, _Rhythm] = {}
@@ -279,10 +273,12 @@ class Batcher:
     def _prepare(self, batch: Sequence[_Request]) -> dict[_Request, Outcome]:
         """Prepare every request for the policy; return the outcomes of those that failed."""
         failed: dict[_Request, Outcome] = {}
+        if not isinstance(self._policy, PreparingPolicy):
+            return failed
         for request in batch:
             began = time.perf_counter()
             try:
-                request.prepared = self._prepare_one(request.observation)
+                request.observation = self._policy.prepare(request.observation)
             except Exception as error:
                 seconds = time.perf_counter() - began
                 queue_ms = 1e3 * (began - request.arrived)
@@ -294,7 +290,7 @@ class Batcher:
         results: Sequence[Result | Exception]
         self._began = began
         try:
-            results = self._infer_prepared([request.prepared for request in batch])
+            results = self._policy.infer_batch([request.observation for request in batch])
             if len(results) != len(batch):
                 raise RuntimeError(
                     f"The policy returned {len(results)} results for {len(batch)} observations."

@@ -5,7 +5,7 @@
 
 The event loop decodes and encodes; the policy works in the batcher's thread, so health checks are
 answered meanwhile. A policy is any object that has `infer_batch` and `metadata`; one that
-has `prepare` and `infer_prepared` as well checks each request before it joins a batch.
+has `prepare` as well checks each request before it joins a batch.
 """
 
 from __future__ import annotations
