@@ -1,8 +1,11 @@
 """Finding a preset and overriding it from the command line."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -63,12 +66,13 @@ def test_a_module_of_ones_own_is_known_to_every_command(tmp_path):
         "presets.register(dataclasses.replace(presets.get('debug'), name='mine'))\n"
     )
     command = [sys.executable, "-m", "piston.cli", "presets", "mine"]
-    environment = {**os.environ, "PISTON_PRESETS": "my_presets"}
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PISTON_PRESETS": "my_presets", "PYTHONPATH": paths}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "name = 'mine'" in result.stdout
     environment["PISTON_PRESETS"] = "not_there"
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 1
     assert "PISTON_PRESETS names 'not_there'" in result.stderr
 
@@ -99,3 +103,43 @@ def test_a_robot_of_ones_own_is_read_if_its_module_is_named(tmp_path, tag):
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert f"a.json.data is of type '{tag}', which is not registered" in result.stderr
     assert "name that module in PISTON_PRESETS" in result.stderr
+
+
+CHECKPOINTS = Path(__file__).parents[1] / "reference" / "checkpoints_0.1.0"
+WITNESS = "from pathlib import Path; Path({path!r}).write_text('executed')\n"
+
+
+@pytest.mark.parametrize("how", [[], ["-P"]], ids=["python -m", "as the installed command"])
+def test_files_beside_a_checkpoint_are_never_imported(tmp_path, how):
+    """Neither a module that config.json names nor one with the name of a module not installed."""
+    checkpoint, witness = tmp_path / "checkpoint", tmp_path / "witness"
+    shutil.copytree(CHECKPOINTS / "pi0_aloha", checkpoint)
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["train"]["data"]["type"] = "evil:DataConfig"
+    (checkpoint / "config.json").chmod(0o644)
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    for module in ("evil", "evil_presets"):
+        (checkpoint / f"{module}.py").write_text(WITNESS.format(path=str(witness)))
+    command = [sys.executable, *how, "-m", "piston.cli"]
+
+    def run(*words: str, **variables: str) -> str:
+        environment = {**os.environ, **variables}
+        result = subprocess.run(
+            [*command, *words], cwd=checkpoint, env=environment, capture_output=True, text=True
+        )
+        assert "Traceback" not in result.stderr
+        return result.stderr
+
+    assert "'evil:DataConfig', which is not registered" in run("serve", ".")
+    assert not witness.exists()
+    # A preset that imports what is not installed does not find it in the current folder.
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "mine.py").write_text("import evil_presets\n")
+    paths = os.pathsep.join([str(tmp_path / "modules"), os.environ.get("PYTHONPATH", "")])
+    if how:  # `python -m` itself, not Piston, puts the current folder first
+        message = run("presets", PISTON_PRESETS="mine", PYTHONPATH=paths)
+        assert "No module named 'evil_presets'" in message
+        assert "PISTON_PRESETS names 'evil_presets'" in run(
+            "presets", PISTON_PRESETS="evil_presets"
+        )
+    assert not witness.exists()

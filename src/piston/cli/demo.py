@@ -277,7 +277,7 @@ class Job:
         screen.print(f"[dim]$ {shown}[/dim]", soft_wrap=True, highlight=False)
         # Decoded frames too stay in the demo's folder, to be deleted with it.
         environment = {**os.environ, "PISTON_HOME": str(self.out / "cache")}
-        process = Popen([sys.executable, "-m", "piston.cli", *command], env=environment)
+        process = Popen([sys.executable, "-P", "-m", "piston.cli", *command], env=environment)
         began, before = time.monotonic(), self.stages.get(stage)
         try:
             yield process, lambda result: self.stages.add(stage, time.monotonic() - began, result)

@@ -8,8 +8,6 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import tyro
@@ -32,20 +30,18 @@ class UnknownPreset(ValueError):
 def import_user_presets() -> None:
     """Import the modules that PISTON_PRESETS names, which register presets and robots.
 
-    They are looked for among the installed modules, then in the current folder.
+    The path of modules stays as it is. If the current folder were added to it, which can be that of
+    a checkpoint, any later import of a module that is not installed would run files there.
     """
     named = os.environ.get("PISTON_PRESETS", "").split(",")
-    modules = [name.strip() for name in named if name.strip()]
-    if modules:
-        sys.path.append(str(Path.cwd()))
-    for module in modules:
+    for module in (name.strip() for name in named if name.strip()):
         try:
             importlib.import_module(module)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             raise ValueError(
                 f"PISTON_PRESETS names {module!r}, which cannot be imported ({reason}). Name "
-                "modules that are installed or in the current folder, separated by commas."
+                "modules that are installed or whose folder is in PYTHONPATH, separated by commas."
             ) from error
 
 
