@@ -32,7 +32,8 @@ class Limits:
 
     A policy's metadata may hold the limits of its actions, each of the three lists optional:
     `{"action_limits": {"low": [...], "high": [...], "max_step": [...]}}`, in the units of the
-    actions that the policy returns, per step of its chunks.
+    actions that the policy returns, per step of its chunks. `piston train` stores those of the
+    training data, widened.
     """
 
     def __init__(
@@ -74,6 +75,22 @@ class Limits:
             )
         return cls(**found)
 
+    def widened(self, margin: float = 0.1, steps: float = 1.5, at_least: float = 0.01) -> Limits:
+        """Return wider limits. The defaults make limits of the ranges found in training data.
+
+        The range grows on each side by `margin` times its width, and the largest step by the factor
+        `steps`; both by `at_least`, so that a dimension that never moved in the data may move a
+        little (a hundredth of a radian, or a centimetre).
+        """
+        width = self.high - self.low
+        more = np.maximum(np.where(np.isfinite(width), margin * width, 0.0), at_least)
+        max_step = np.maximum(steps * self.max_step, self.max_step + at_least)
+        return Limits(self.low - more, self.high + more, max_step, on_violation=self.on_violation)
+
+    def as_metadata(self) -> dict[str, Any]:
+        """Return what a policy's metadata holds of these limits as `action_limits`."""
+        return {name: getattr(self, name).tolist() for name in _NAMES}
+
     def clamp(self, action: np.ndarray, last: np.ndarray | None) -> tuple[np.ndarray, str]:
         """Return the nearest action inside the limits, and what was outside ("" if nothing).
 
@@ -113,7 +130,7 @@ class Limits:
         return clamped, problem
 
     def __repr__(self) -> str:
-        bounds = ", ".join(f"{name}={getattr(self, name).tolist()}" for name in _NAMES)
+        bounds = ", ".join(f"{name}={bound}" for name, bound in self.as_metadata().items())
         return f"Limits({bounds}, on_violation={self.on_violation!r})"
 
 

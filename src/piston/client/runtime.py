@@ -197,8 +197,8 @@ class Runtime:
     added as a note to the exception that ended the run. Ctrl-C does not interrupt it.
 
     Actions outside `limits` are clamped or end the run, see `Limits`. By default they are those in
-    the policy's metadata, if it has any; `False` is for none. They do not apply to `safe_action`:
-    a robot that is to stand still must not be slowed down only by `max_step`.
+    the policy's metadata; if it has none, a warning says so. `False` is for none. They do not apply
+    to `safe_action`: a robot that is to stand still must not be slowed down only by `max_step`.
     """
 
     environment: Environment
@@ -232,6 +232,7 @@ class Runtime:
         # Of the episode. The worker fills in the limits before it asks for the first action.
         self._pacer: Pacer | None = None
         self._limits: Limits | None = None
+        self._has_warned = False  # that there are none
         self._last_observation: Mapping[str, Any] | None = None
         self._last_action: np.ndarray | None = None
         self._pending: Future[Mapping[str, Any]] | None = None
@@ -421,12 +422,22 @@ class Runtime:
 
     def _ask(self, observation: Mapping[str, Any]) -> Mapping[str, Any]:
         if self._limits is None and self.limits is not False:
-            self._limits = Limits.of_policy(self.agent) if self.limits is None else self.limits
+            self._limits = self.limits or self._limits_of_policy()
         begin = time.monotonic()
         try:
             return self.agent.infer(observation)
         finally:
             self._summary.agent_seconds.append(time.monotonic() - begin)
+
+    def _limits_of_policy(self) -> Limits | None:
+        limits = Limits.of_policy(self.agent)
+        if limits is None and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "No limits of this policy's actions are known: its metadata has no action_limits. "
+                "Actions are executed as they are. Give Runtime limits=Limits(…), or limits=False."
+            )
+        return limits
 
     def _count_hold(self, step: int, reason: str) -> bool:
         """Count a step that was held for a reason; return False if holding has lasted too long."""

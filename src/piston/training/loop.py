@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import signal
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,7 +15,9 @@ import torch
 
 from piston import weights
 from piston.config import DataConfig, TrainConfig
+from piston.data.dataset import LeRobotDataset
 from piston.data.format import EpisodeError
+from piston.data.limits import action_limits
 from piston.data.loader import Batch, Loader, Order
 from piston.data.mixture import RepeatedStarts, Samples, WeightedMixture, mixed
 from piston.data.pipeline import (
@@ -55,7 +59,10 @@ def train_loop(config: TrainConfig) -> Path:
             trackers.check_logins(config)
         if run.resumed is None:
             check_weights(config)
-        training, held_out = _open_data(config, pipeline)
+        sources = [] if pipeline.fake else open_sources(pipeline, config.model)
+        training, held_out = _open_data(config, pipeline, sources)
+        # Only the first process writes configurations.
+        saved = _with_limits(config, pipeline, sources) if processes.is_first else config
         rank, size = processes.rank, processes.world_size
         order = Order(training, config.batch_size, seed=config.seed, rank=rank, world_size=size)
         loader = stack.enter_context(Loader(training, order, num_workers=config.num_workers))
@@ -70,7 +77,7 @@ def train_loop(config: TrainConfig) -> Path:
                 warn_of_other_statistics(run.resumed_folder, pipeline)
         # From here on files are written.
         begin(run, config, processes)
-        writer = stack.enter_context(CheckpointWriter(config, run.folder, processes, pipeline))
+        writer = stack.enter_context(CheckpointWriter(saved, run.folder, processes, pipeline))
         _run_steps(run, loader, trainer, meter, writer, held_out)
     return run.folder / str(max(config.num_train_steps - 1, run.resumed or 0))
 
@@ -145,8 +152,10 @@ def _progress_bar(config: TrainConfig, run: Run) -> ProgressBar:
     return ProgressBar(config.exp_name, "steps", config.num_train_steps, **shown, logs=False)
 
 
-def _open_data(config: TrainConfig, pipeline: DataConfig) -> tuple[Samples, Samples | None]:
-    """Open the training data and, if asked for, the held-out episodes."""
+def _open_data(
+    config: TrainConfig, pipeline: DataConfig, sources: Sequence[LeRobotDataset]
+) -> tuple[Samples, Samples | None]:
+    """Return the training data and, if asked for, the held-out episodes of the open data sets."""
     if pipeline.fake:
         several = config.data.more_sets or config.data.set_shares
         if config.validation_episodes or config.start_frames or several:
@@ -155,7 +164,7 @@ def _open_data(config: TrainConfig, pipeline: DataConfig) -> tuple[Samples, Samp
                 "random samples have no episodes."
             )
         return open_training_data(pipeline, config.model), None
-    sets, sources = pipeline.each_set(), open_sources(pipeline, config.model)
+    sets = pipeline.each_set()
     for one, source in zip(sets, sources):
         require_finite(source, one, one.steps_read(config.model.action_horizon))
     parts = [([episode.index for episode in source.episodes], list[int]()) for source in sources]
@@ -183,6 +192,20 @@ def _open_data(config: TrainConfig, pipeline: DataConfig) -> tuple[Samples, Samp
             f"; {len(chosen)} episodes held out" if chosen else "",
         )
     return everything, mixed(held_out) if held_out else None
+
+
+def _with_limits(
+    config: TrainConfig, pipeline: DataConfig, sources: Sequence[LeRobotDataset]
+) -> TrainConfig:
+    """Return the configuration for checkpoints: its metadata hold the limits of the actions.
+
+    Limits that the preset states replace those of the data.
+    """
+    metadata = config.policy_metadata or {}
+    if not sources or "action_limits" in metadata:
+        return config
+    limits = action_limits(sources, pipeline).as_metadata()
+    return dataclasses.replace(config, policy_metadata={**metadata, "action_limits": limits})
 
 
 def _initial_model(config: TrainConfig, processes: Processes, run: Run) -> Model:
