@@ -20,6 +20,7 @@ ENCODERS = {
     "av1": ("libsvtav1", {"g": "2", "crf": "30", "preset": "12"}),
     "mpeg4": ("mpeg4", {"g": "6"}),
     "hevc": ("libx265", {"g": "8", "x265-params": "log-level=none"}),
+    "hevc hash": ("libx265", {"g": "8", "x265-params": "log-level=none:hash=1"}),
 }
 OPEN_GOP = "open-gop=1:bframes=3:keyint=8:min-keyint=8:scenecut=0:b-pyramid=normal"
 ENCODERS["h264 open gop"] = ("libx264", {"x264-params": OPEN_GOP})

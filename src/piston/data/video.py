@@ -75,8 +75,15 @@ class VideoReader:
             raise
         self._stream.thread_type = "NONE"
         self._stream.codec_context.thread_count = 1
-        # Damaged data must raise an error, not return a plausible image.
-        self._stream.codec_context.options = {"err_detect": "explode"}
+        self.size = self._stream.height, self._stream.width  # as the header says
+        # Damaged data must raise an error, not return a plausible image: every error that FFmpeg
+        # finds counts, with the checksums that HEVC may have; dav1d (AV1) reports all that breaks
+        # the standard; a frame that claims to be far larger than the header says is not decoded.
+        self._stream.codec_context.options = {
+            "err_detect": "crccheck+explode",
+            "max_pixels": str(2**20 + 4 * math.prod(self.size)),
+            **({"strict": "strict"} if self.codec == "av1" else {}),
+        }
         self._time_base = float(self._stream.time_base or 0)
         # In decode order, as the file's header says: all frames' times, and which are key frames.
         entries = list(self._stream.index_entries)
@@ -94,11 +101,6 @@ class VideoReader:
         """The name that data sets use: h264, av1, mpeg4, …"""
         name = self._stream.codec_context.codec.canonical_name
         return {"libdav1d": "av1"}.get(name, name)
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Height and width."""
-        return self._stream.height, self._stream.width
 
     def frames_at(self, timestamps: Sequence[float]) -> UInt8[np.ndarray, "n h w 3"]:
         """Return the RGB frames at these seconds, in the given order."""
@@ -196,10 +198,20 @@ class VideoReader:
         except av.error.FFmpegError as error:
             where = f"after {self._time(before):.6f} s" if before is not None else "after a seek"
             raise VideoError(f"{self.path}: damaged {where}: {error}") from None
-        if frame is not None and frame.is_corrupt:
-            raise VideoError(f"{self.path}: damaged at {self._time(frame):.6f} s.")
+        if frame is not None:
+            self._check(frame, before)
         self._current = frame
         return frame
+
+    def _check(self, frame: VideoFrame, before: VideoFrame | None) -> None:
+        where = f"{self.path}: damaged at {self._time(frame):.6f} s"
+        if frame.is_corrupt:
+            raise VideoError(where + ".")
+        if (frame.height, frame.width) != self.size:
+            found, expected = f"{frame.width}×{frame.height}", "{1}×{0}".format(*self.size)
+            raise VideoError(f"{where}: the frame has {found} pixels, the video {expected}.")
+        if before is not None and self._time(frame) <= self._time(before):
+            raise VideoError(f"{where}: the frame before it is at {self._time(before):.6f} s.")
 
     def _time(self, frame: VideoFrame) -> float:
         if frame.pts is None:
