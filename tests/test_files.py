@@ -55,6 +55,11 @@ def test_existing_folder_is_replaced_only_when_asked(tmp_path):
     assert _names(tmp_path) == ["target"]
 
 
+def _linked(link, target):
+    link.symlink_to(target)
+    return link
+
+
 def _replace(target, objection=None, inputs=()):
     with files.atomic_folder(target, overwrite=lambda _: objection, inputs=inputs) as folder:
         (folder / "new").touch()
@@ -69,16 +74,56 @@ def test_only_a_folder_that_piston_wrote_is_replaced(tmp_path):
     link.symlink_to(target)
     with pytest.raises(FileExistsError, match="not replaced: it has no mark.*Choose another"):
         _replace(target, "it has no mark")
-    for other in (witness, link):
-        with pytest.raises(FileExistsError, match="it is no folder"):
+    with pytest.raises(FileExistsError, match="it is no folder"):
+        _replace(witness)
+    for other in (link, _linked(tmp_path / "dangling", tmp_path / "nowhere")):
+        with pytest.raises(FileExistsError, match="is a link, which is not replaced"):
             _replace(other)
-    for inputs in ([target], [tmp_path / "elsewhere", witness], [link / "mine"]):
+        other.unlink()
+    with pytest.raises(ValueError, match="cannot be a new folder: give it a name"):
+        files.check_new_folder(Path())
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "below").mkdir()
+    _linked(source / "below/data", target)
+    for inputs in ([target], [tmp_path / "elsewhere", witness], [source / "below/data"], [source]):
         with pytest.raises(ValueError, match="contains .*, which is read"):
             _replace(target, None, inputs)
     assert witness.read_text() == "precious"
+    (source / "below/data").unlink()
     _replace(target, None, [tmp_path])  # an input around it stays
     assert _names(target) == ["new"]
-    assert sorted(_names(tmp_path)) == ["link", "target"]
+    assert sorted(_names(tmp_path)) == ["source", "target"]
+
+
+def test_what_appears_while_a_folder_is_written_stays(tmp_path):
+    target = tmp_path / "target"
+    with pytest.raises(FileExistsError, match="exists already"), files.atomic_folder(target):  # noqa: PT012
+        target.mkdir()
+        (target / "mine").write_text("precious")
+    assert (target / "mine").read_text() == "precious"
+    assert _names(tmp_path) == ["target"]
+
+
+def test_leftovers_behind_links_stay(tmp_path):
+    root, other = tmp_path / "root", tmp_path / "other"
+    for folder in (root, other):
+        folder.mkdir()
+        (folder / ".a.json.tmp").write_text("half")
+    _linked(root / "folder", other)
+    _linked(root / ".b.json.tmp", other / ".a.json.tmp")
+    _linked(root / ".c.json.tmp", other)
+    files.remove_leftovers(root)
+    assert sorted(_names(root)) == [".b.json.tmp", ".c.json.tmp", "folder"]
+    assert _names(other) == [".a.json.tmp"]
+
+
+def test_json_that_is_nested_too_deeply_is_an_error_that_names_the_file(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"a\.json is not a JSON file"):
+        files.read_json(path)
+    assert list(files.read_json_lines(path)) == [(1, None)]
 
 
 def test_a_folder_is_kept_if_the_new_one_cannot_take_its_name(tmp_path, monkeypatch):

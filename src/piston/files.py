@@ -5,6 +5,7 @@ one of those for data. What is written in the files is left to others.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -40,9 +41,11 @@ def atomic_folder(
 ) -> Iterator[Path]:
     """Yield a new folder beside `path`. It takes that name on success, and is deleted on error.
 
-    What may be at `path` is decided by `check_new_folder`. The old folder is kept until the new one
+    What may be at `path` is decided by `check_new_folder`, at the beginning and once more at the
+    end: something else may have been put there meanwhile. The old folder is kept until the new one
     is complete; then it is renamed, and deleted when the new one has its name.
     """
+    inputs = tuple(inputs)
     temporary, old = _temporary(path), path.with_name(f".{path.name}.old.tmp")
     _restore(old, path)  # after a writer that was killed
     check_new_folder(path, overwrite=overwrite, inputs=inputs)
@@ -51,6 +54,7 @@ def atomic_folder(
     try:
         yield temporary
         sync_tree(temporary)
+        check_new_folder(path, overwrite=overwrite, inputs=inputs)
         if path.exists():
             path.rename(old)
         temporary.rename(path)
@@ -67,10 +71,17 @@ def check_new_folder(
 
     A folder is replaced if it is empty. Any other one is replaced only with `overwrite`, if that
     has no objection to it: the folder must be one that Piston wrote. A folder that contains an
-    input is never replaced.
+    input, or something that a link in an input leads to, is never replaced. A link is not replaced.
     """
-    for one in inputs:
-        if one.resolve().is_relative_to(path.resolve()):
+    if path.name in ("", ".."):
+        raise ValueError(f"{path} cannot be a new folder: give it a name, such as {path}/new.")
+    if path.is_symlink():
+        raise FileExistsError(
+            f"{path} is a link, which is not replaced. Choose another folder, or give the one that "
+            "the link leads to."
+        )
+    for one in _with_links(inputs):
+        if is_really_in(path, one):
             raise ValueError(
                 f"{path} contains {one}, which is read: it is not replaced. Choose another folder."
             )
@@ -81,12 +92,21 @@ def check_new_folder(
             f"{path} exists already. Choose another folder, or replace it with --overwrite "
             "(overwrite=True) where the command has that option."
         )
-    objection = overwrite(path) if path.is_dir() and not path.is_symlink() else "it is no folder"
+    objection = overwrite(path) if path.is_dir() else "it is no folder"
     if objection is not None:
         raise FileExistsError(
             f"{path} is not replaced: {objection}. --overwrite replaces only what Piston wrote. "
             "Choose another folder, or move this one away yourself."
         )
+
+
+def _with_links(paths: Iterable[Path]) -> Iterator[Path]:
+    """Yield the paths, and the links below them, such as a data set's folder on another disk."""
+    for path in paths:
+        yield path
+        for folder, *names in os.walk(path):
+            children = (Path(folder, name) for name in itertools.chain(*names))
+            yield from (child for child in children if child.is_symlink())
 
 
 def _restore(old: Path, path: Path) -> None:
@@ -123,7 +143,7 @@ def read_json(path: Path) -> Any:
     """Read a JSON file; a ValueError names the file."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # includes UnicodeDecodeError
+    except (ValueError, RecursionError) as error:  # includes UnicodeDecodeError
         raise ValueError(f"{path} is not a JSON file: {error}") from error
 
 
@@ -152,7 +172,7 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
             continue
         try:
             row = json.loads(line.decode("utf-8"))
-        except ValueError:
+        except (ValueError, RecursionError):
             row = None
         yield number, row if isinstance(row, dict) else None
 
@@ -189,12 +209,15 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def remove_leftovers(root: Path) -> None:
-    """Delete the temporary files and folders of writers that were killed."""
+    """Delete the temporary files that `atomic_file` left when it was killed; follow no link."""
     for leftover in list(root.rglob(".*.tmp")):
-        if leftover.is_dir():
-            shutil.rmtree(leftover)
-        else:
-            leftover.unlink(missing_ok=True)
+        if leftover.is_file() and not leftover.is_symlink():
+            leftover.unlink()
+
+
+def is_really_in(root: Path, path: Path) -> bool:
+    """Return whether a path lies in a folder also where links lead."""
+    return path.resolve().is_relative_to(root.resolve())
 
 
 def sync(path: Path) -> None:

@@ -16,6 +16,7 @@ from PIL import Image
 from piston.data import check_dataset, open_dataset
 from piston.data.convert import convert_to_v30
 from piston.data.recorder import Recorder
+from piston.files import json_line, read_json, write_json
 
 from .recording_cases import (
     FEATURES,
@@ -259,10 +260,10 @@ def test_a_target_is_never_overwritten_unasked(source: Path, tmp_path: Path) -> 
     convert_to_v30(source, target)  # an empty folder
     with pytest.raises(FileExistsError, match="exists already"):
         convert_to_v30(source, target)
-    (target / "data/old").touch()
+    (target / "data/old.parquet").touch()
     convert_to_v30(source, target, overwrite=True)
     assert check_set(target) == 5
-    assert not (target / "data/old").exists()
+    assert not (target / "data/old.parquet").exists()
     with pytest.raises(ValueError, match="v3.0 already"):
         convert_to_v30(target, tmp_path / "again")
     for folder in (source, tmp_path):
@@ -271,22 +272,37 @@ def test_a_target_is_never_overwritten_unasked(source: Path, tmp_path: Path) -> 
     assert check_set(source) == 5
 
 
-@pytest.mark.parametrize("overwritten", ["notes", "set and notes", "v2.1 set", "set with a source"])
-def test_only_a_set_that_piston_could_have_written_is_replaced(
+@pytest.mark.parametrize(
+    "overwritten",
+    [
+        "notes",
+        "set and notes",
+        "notes in a set",
+        "v2.1 set",
+        "LeRobot's v3.0 set",
+        "set and source",
+    ],
+)
+def test_only_a_set_that_piston_wrote_is_replaced(
     source: Path, tmp_path: Path, overwritten: str
 ) -> None:
     target, message = tmp_path / "target", "it is not a data set"
     if overwritten == "v2.1 set":
         shutil.copytree(source, target)
-        witness, message = target / "data/witness", "of version v2.1, not v3.0"
+        witness, message = target / "data/witness", "Piston did not write this"
     elif overwritten == "notes":
         witness = target / "witness"
         target.mkdir()
     else:
         convert_to_v30(source, target)
-        witness, message = target / "witness", "also contains witness"
+        witness, message = target / "witness", "it contains witness, which is not part"
+    if overwritten == "notes in a set":
+        witness, message = target / "data/chunk-000/notes.txt", "it contains data/chunk-000/notes"
+    if overwritten == "LeRobot's v3.0 set":
+        (target / "meta/piston.json").unlink()
+        witness, message = target / "meta/witness.json", "Piston did not write this"
     witness.write_text("precious")
-    if overwritten == "set with a source":
+    if overwritten == "set and source":
         source, message = source.rename(target / "meta/v21"), "contains .*v21, which is read"
         witness.unlink()
         witness = source / "witness"
@@ -296,6 +312,41 @@ def test_only_a_set_that_piston_could_have_written_is_replaced(
         convert_to_v30(source, target, overwrite=True)
     assert files_of(tmp_path) == before
     assert witness.read_text() == "precious"
+
+
+def test_a_set_that_the_source_links_to_is_not_replaced(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "v30"
+    convert_to_v30(source, target)
+    (source / "data").rename(target / "data/v21")
+    (source / "data").symlink_to(target / "data/v21")
+    with pytest.raises(ValueError, match="contains .*v21/data, which is read"):
+        convert_to_v30(source, target, overwrite=True)
+    assert check_set(source) == 5
+
+
+@pytest.mark.parametrize("value", [None, "x", [], [[[1e30]]] * 3, [[[0.5]], [[0.5]]], {"a": 1}])
+@pytest.mark.parametrize("name", ["mean", "count"])
+def test_image_statistics_that_are_not_usable_are_computed_again(
+    source: Path, tmp_path: Path, name: str, value: Any
+) -> None:
+    convert_to_v30(source, tmp_path / "good", recompute_image_stats=True)
+    path = source / "meta/episodes_stats.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[0]["stats"][VIDEO][name] = value
+    path.write_text("".join(map(json_line, rows)))
+    convert_to_v30(source, tmp_path / "v30")
+    stats = [read_json(tmp_path / folder / "meta/stats.json")[VIDEO] for folder in ("good", "v30")]
+    assert stats[0] == stats[1]
+
+
+def test_a_type_that_is_none_is_an_error_that_names_the_feature(
+    source: Path, tmp_path: Path
+) -> None:
+    info = read_json(source / "meta/info.json")
+    info["features"]["action"]["dtype"] = "float33"
+    write_json(source / "meta/info.json", info)
+    with pytest.raises(ValueError, match=r"action is declared as float33\[2\], not as numbers"):
+        convert_to_v30(source, tmp_path / "v30")
 
 
 def test_a_failed_overwrite_keeps_the_old_set(

@@ -119,6 +119,24 @@ def test_a_row_without_a_number_costs_its_own_episode(tmp_path, column):
     assert {episode.index for episode in metadata.episodes} - left_out == {0, 2}
 
 
+@pytest.mark.parametrize("value", ["x", [1.0], -1, True])
+def test_a_table_with_columns_of_other_types_is_read_as_far_as_possible(tmp_path, value):
+    folder = Folder(tmp_path / "set", "v3.0")
+    rows = [folder.episode_row(episode) for episode in range(3)]
+    folder.write_episodes([row | {f"videos/{TOP}/to_timestamp": value} for row in rows])
+    metadata = Metadata.read(folder.root)
+    left_out = {problem.episode for problem in metadata.problems if problem.camera == TOP}
+    assert left_out == {0, 1, 2} or TOP not in metadata.cameras
+    folder.write_episodes([row | {"tasks": value} for row in rows])
+    if isinstance(value, str | list):
+        assert [episode.tasks for episode in Metadata.read(folder.root).episodes] == [
+            (str(value[0]),)
+        ] * 3
+    else:
+        with pytest.raises(ValueError, match="no episode that can be read.*\n.*not a usable ep"):
+            Metadata.read(folder.root)
+
+
 def test_without_a_list_of_tasks_the_episodes_keep_theirs(tmp_path):
     folder = Folder(tmp_path / "set")
     (folder.root / "meta/tasks.jsonl").unlink()

@@ -214,6 +214,41 @@ def test_unfinished_files_behind_a_link_are_not_deleted(tmp_path: Path) -> None:
     assert files_of(other) == ["witness"]
 
 
+def test_files_that_a_link_in_the_set_leads_to_are_not_deleted(tmp_path: Path) -> None:
+    root, other = tmp_path / "set", tmp_path / "other"
+    with Recorder(root, FPS, FEATURES, codec="h264") as recorder:
+        record(recorder, 0)
+    (root / "data").rename(other)
+    (root / "data").symlink_to(other)
+    witnesses = [other / ".notes.tmp", other / "chunk-000/file-001.parquet"]
+    for witness in witnesses:
+        witness.write_text("precious")
+    (root / ".recording").mkdir()
+    (root / ".recording/joining.json").write_text(json.dumps([["data", 0, 1], [VIDEO, 0, 1]]))
+    with pytest.raises(FileExistsError, match=r"file-001.parquet exists, .* Move it elsewhere"):
+        Recorder.open(root, codec="h264")
+    assert [witness.read_text() for witness in witnesses] == ["precious"] * 2
+    witnesses[1].unlink()
+    with Recorder.open(root, codec="h264") as recorder:
+        record(recorder, 1)
+    assert check_set(root) == 2
+
+
+@pytest.mark.parametrize(
+    "listed",
+    ["[1]", "{}", '[["data", 0]]', '[["data", "0", 1]]', '[["x", 0, 1]]', '[["data", -1, 0]]'],
+)
+def test_a_list_of_unfinished_files_that_no_recorder_wrote(tmp_path: Path, listed: str) -> None:
+    root = tmp_path / "set"
+    with Recorder(root, FPS, FEATURES, codec="h264") as recorder:
+        record(recorder, 0)
+    (root / ".recording").mkdir()
+    (root / ".recording/joining.json").write_text(listed)
+    with pytest.raises(ValueError, match=r"joining\.json"):
+        Recorder.open(root, codec="h264")
+    assert check_set(root) == 1
+
+
 def test_a_set_without_free_file_names_is_refused(tmp_path: Path) -> None:
     """LeRobot reads data files in the order of their names: 1000 would come before 999."""
     root = tmp_path / "set"
@@ -243,6 +278,10 @@ def test_a_set_without_free_file_names_is_refused(tmp_path: Path) -> None:
         {"data_path": "data/{episode_index}.parquet"},
         {"video_path": "videos/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"},
         {"video_path": "videos/../../{video_key}/{chunk_index}/{file_index}.mp4"},
+        {"data_path": "data/{chunk_index:0999999999d}/{file_index}.parquet"},
+        {"data_path": "data/{chunk_index:{file_index}}/{file_index}.parquet"},
+        {"data_path": "data/{chunk_index!r}/{file_index}.parquet"},
+        {"data_path": 5},
     ],
 )
 def test_paths_that_leave_the_set_or_meet_again_are_refused(

@@ -71,7 +71,7 @@ def test_death_at_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def leftovers(root: Path) -> list[str]:
     """Files that a finished set should not have: temporary ones and those without an episode."""
-    used = {"meta/info.json", "meta/stats.json", "meta/tasks.parquet"}
+    used = {"meta/info.json", "meta/piston.json", "meta/stats.json", "meta/tasks.parquet"}
     used |= {str(path.relative_to(root)) for path in root.glob("meta/episodes/*/*.parquet")}
     for episode in Metadata.read(root).episodes:
         used |= {episode.data_path, *(span.path for span in episode.videos.values())}

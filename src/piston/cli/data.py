@@ -114,7 +114,7 @@ def _convert(
         bgr: HDF5 images hold blue first.
         codec: How video is encoded where it has to be; by default av1, as LeRobot does.
         skip_broken: Leave out episodes that cannot be read, instead of stopping.
-        overwrite: Replace the target if it is a v3.0 data set and does not contain the source.
+        overwrite: Replace the target if Piston wrote it and it does not contain the source.
     """
     folder = Path(source)
     files = folder.iterdir() if folder.is_dir() else [folder]

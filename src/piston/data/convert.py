@@ -22,7 +22,7 @@ import dataclasses
 import importlib
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -230,16 +230,28 @@ def _target_features(
 
 
 def _stored_image_stats(metadata: Metadata, features: Features) -> dict[int, EpisodeStats]:
-    """Return the source's image statistics by episode; none unless every episode has them."""
+    """Return the source's image statistics by episode; none unless every episode has good ones."""
     stored: dict[int, EpisodeStats] = {}
     for _, row in read_json_lines(metadata.root / "meta" / "episodes_stats.jsonl"):
-        with contextlib.suppress(KeyError, TypeError):
+        with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
             found: Any = row
             stored[found["episode_index"]] = {
-                key: {name: np.array(found["stats"][key][name]) for name in CARRIED_STATS}
+                key: _checked_image_stats(found["stats"][key])
                 for key in keys_of(features, *CAMERA_DTYPES)
             }
     return stored if all(episode.index in stored for episode in metadata.episodes) else {}
+
+
+def _checked_image_stats(stored: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Return a camera's statistics; raise an error if they are not numbers of the right shape."""
+    stats = {}
+    for name in CARRIED_STATS:
+        value = np.array(stored[name], np.int64 if name == "count" else np.float64)
+        shape = (1,) if name == "count" else (3, 1, 1)
+        if value.shape != shape or not (np.isfinite(value) & (np.abs(value) < 1e15)).all():
+            raise ValueError(f"{name} is {stored[name]!r}")
+        stats[name] = value
+    return stats
 
 
 def _columns(dataset: LeRobotDataset, features: Features) -> dict[str, Any]:
@@ -300,7 +312,11 @@ def _as_declared(values: np.ndarray, feature: Feature, path: str) -> np.ndarray:
     """Return a column with the declared shape and dtype; raise ValueError if it does not fit."""
     if feature.dtype == "string":
         return values
-    dtype, where = np.dtype(feature.dtype), f"{path}: {feature.name}"
+    where = f"{path}: {feature.name}"
+    try:
+        dtype = np.dtype(feature.dtype)
+    except TypeError as error:
+        raise ValueError(f"{where} is declared as {feature}, not as numbers") from error
     size = np.prod(feature.shape)
     if values[0].size != size or not np.can_cast(values.dtype, dtype, "same_kind"):
         found = f"{values.dtype}{list(values.shape[1:])}"

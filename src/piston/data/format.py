@@ -46,7 +46,15 @@ INFO = Path("meta/info.json")
 CAMERA_DTYPES = ("video", "image")  # in files of their own, or as images in the rows
 CAMERA_IGNORED = "the camera is ignored"
 _OTHER_NAMES = {"videos": "video", "video": "videos"}  # of the folder of videos
-_SET_FOLDERS = {"meta", "data", "videos", ".recording"}  # that Piston writes
+MARK = Path("meta/piston.json")  # only in sets that Piston has begun
+# The folders of a set that Piston writes, with the endings of their files.
+_SET_FILES = {
+    "meta": (".json", ".jsonl", ".parquet"),
+    "data": (".parquet",),
+    "videos": (".mp4",),
+    ".recording": (".json", ".mp4", ""),
+}
+_FORMAT = re.compile(r"(0?\d{1,2})?d?")  # of a field in a path template
 _REPO_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
@@ -128,7 +136,7 @@ class Feature:
     def parse(cls, name: str, declared: Any) -> Feature:
         """Take an entry of info.json. Raise ValueError if it has no dtype or shape."""
         if not isinstance(declared, Mapping) or "dtype" not in declared:
-            raise ValueError(f"feature {name!r} has no dtype: {declared!r}")
+            raise ValueError(f"feature {name!r} is {declared!r}; expected its dtype and shape.")
         shape = declared.get("shape") or ()
         if not isinstance(shape, list | tuple) or not all(
             isinstance(size, numbers.Real) and size % 1 == 0 for size in shape
@@ -259,19 +267,18 @@ def lerobot_home() -> Path:
 
 
 def not_a_written_set(root: Path) -> str | None:
-    """Return why a folder is not a v3.0 data set, the version that Piston writes; None if it is.
+    """Return why a folder is not a data set as Piston wrote it; None if it is.
 
-    The format has no field for the program that wrote a set. A set with anything else in its folder
-    is not as Piston wrote it.
+    LeRobot's format has no field for the program that wrote a set: a file of our own marks it.
     """
-    try:
-        info = read_info(root)
-    except (OSError, ValueError):
-        return f"it is not a data set (it has no {INFO} that can be read)"
-    if info.get("codebase_version") != "v3.0":
-        return f"it is a data set of version {info.get('codebase_version')}, not v3.0"
-    if others := sorted({path.name for path in root.iterdir()} - _SET_FOLDERS):
-        return f"it also contains {', '.join(others[:5])}, which is not part of a data set"
+    if not (root / INFO).is_file():
+        return f"it is not a data set (it has no {INFO})"
+    if not (root / MARK).is_file():
+        return f"Piston did not write this data set (it has no {MARK})"
+    for path in root.rglob("*"):
+        top, *_ = path.relative_to(root).parts
+        if top not in _SET_FILES or not (path.is_dir() or path.suffix in _SET_FILES[top]):
+            return f"it contains {path.relative_to(root)}, which is not part of a data set"
     return None
 
 
@@ -360,16 +367,16 @@ class _MetaReader:
         index, length = row.get("episode_index"), row.get("length")
         if not isinstance(index, int) or not isinstance(length, int) or length < 1:
             return None
+        tasks = row.get("tasks") or ()
+        texts = (tasks,) if isinstance(tasks, str) else tasks
         data_path = self._path(row)
-        if data_path is None:
+        if data_path is None or not isinstance(texts, list | tuple):
             return None
         if isinstance(row.get("dataset_from_index"), int):
             start = row["dataset_from_index"]
         spans = {camera: self._video(row, camera) for camera in self._cameras}
         videos = {camera: span for camera, span in spans.items() if span is not None}
-        tasks = row.get("tasks") or ()
-        texts = (tasks,) if isinstance(tasks, str) else tuple(map(str, tasks))
-        return Episode(index, start, length, texts, data_path, videos)
+        return Episode(index, start, length, tuple(map(str, texts)), data_path, videos)
 
     def _video(self, row: Row, camera: str) -> VideoSpan | None:
         if self.version == "v3.0":
@@ -377,7 +384,7 @@ class _MetaReader:
         else:
             start, stop = 0.0, row["length"] / self.fps
         path = self._path(row, camera)
-        if start is None or stop is None or path is None:
+        if path is None or not isinstance(start, int | float) or not isinstance(stop, int | float):
             return None
         if self._files is not None and path not in self._files:
             # Some sets have the folder `video` in place of `videos`, or vice versa.
@@ -470,7 +477,10 @@ def read_info(root: Path) -> Row:
 
 
 def read_features(info: Row) -> dict[str, Feature]:
-    return {name: Feature.parse(name, declared) for name, declared in info["features"].items()}
+    try:
+        return {name: Feature.parse(name, declared) for name, declared in info["features"].items()}
+    except ValueError as error:
+        raise ValueError(f"{INFO}: {error}") from error
 
 
 def file_path(
@@ -484,12 +494,13 @@ def file_path(
     """Fill in the template of the data files or of a camera's videos; the root is not included.
 
     Raise ValueError if this is not possible, if the path leads outside the set, or if the template
-    does not have `all_fields`, so that two files would have the same path.
+    does not have `all_fields`, so that two files would have the same path. Fields have no format
+    but a number of digits, such as {chunk_index:03d}: any other width could fill the memory.
     """
     field = "video_path" if camera else "data_path"
     fields: Row = {**place, "video_key": camera} if camera else {**place}
     template = info.get(field) or PATHS[version][field]
-    reason = "it leads outside the set, or its fields are others"
+    reason = "it leads outside the set, or its fields or their formats are others"
     try:
         used = _template_fields(template)
         if used == fields.keys() or (used < fields.keys() and not all_fields):
@@ -511,6 +522,7 @@ def is_inside(path: str) -> bool:
 
 @functools.cache
 def _template_fields(template: str) -> frozenset[str]:
-    return frozenset(
-        name for _, name, _, _ in string.Formatter().parse(template) if name is not None
-    )
+    fields = [part[1:] for part in string.Formatter().parse(template) if part[1] is not None]
+    if bad := [spec for _, spec, kind in fields if kind or not _FORMAT.fullmatch(spec or "")]:
+        raise ValueError(f"the format {bad[0]!r} of a field is not a number of digits")
+    return frozenset(str(name) for name, *_ in fields)

@@ -5,6 +5,7 @@ Each episode has a data file and one video per camera of its own:
     meta/info.json                             features and totals
     meta/tasks.parquet                         the text of every task
     meta/stats.json                            statistics of the whole set
+    meta/piston.json                           the mark of a set that Piston has begun
     meta/episodes/chunk-000/file-000.parquet   one row per episode
     data/chunk-000/file-004.parquet            the frames of episode 4
     videos/CAMERA/chunk-000/file-004.mp4
@@ -19,7 +20,7 @@ import contextlib
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from piston.data.features import (
 )
 from piston.data.format import (
     INFO,
+    MARK,
     PATHS,
     PLACE,
     Feature,
@@ -45,7 +47,15 @@ from piston.data.format import (
     read_features,
 )
 from piston.data.video import probe_video
-from piston.files import atomic_file, publish, read_json, remove_leftovers, write_json
+from piston.files import (
+    atomic_file,
+    is_really_in,
+    publish,
+    read_json,
+    remove_leftovers,
+    write_json,
+)
+from piston.serialization import from_json
 
 TASKS = Path("meta/tasks.parquet")
 STATS = Path("meta/stats.json")
@@ -127,12 +137,15 @@ class DatasetWriter:
             raise RuntimeError(f"another process is recording into {self.root}") from error
         try:
             for top in ("meta", "data", "videos"):
-                remove_leftovers(self.root / top)
+                if is_really_in(self.root, self.root / top):
+                    remove_leftovers(self.root / top)
             self._load()
             for leftover in folder.iterdir():
                 if leftover.name != "lock":
                     leftover.unlink()
             self._new_files()  # refuse what cannot be continued before anything is recorded
+            if not (self.root / INFO).exists():
+                write_json(self.root / MARK, {"begun_by": "piston"})
             self._write_summary()
         except BaseException:
             self._lock.release()
@@ -175,11 +188,24 @@ class DatasetWriter:
         }
         self._next_file = max((number for _, number in used), default=-1) + 1
         if (self.root / UNFINISHED).exists():
-            for stream, chunk, file in read_json(self.root / UNFINISHED):
-                number = chunk * self.info["chunks_size"] + file
-                if (stream, number) not in used:
-                    self._path(stream, number).unlink(missing_ok=True)
+            for stream, number in self._unfinished(streams):
+                path = self._path(stream, number)
+                # Behind a link that leads elsewhere a file may be anyone's: see `_new_files`.
+                if (stream, number) not in used and is_really_in(self.root, path):
+                    path.unlink(missing_ok=True)
             (self.root / UNFINISHED).unlink()
+
+    def _unfinished(self, streams: Collection[str]) -> Iterator[tuple[str, int]]:
+        """Yield the streams and numbers of the files of the episode that was not finished."""
+        path = self.root / UNFINISHED
+        hint = list[tuple[str, int, int]]
+        for stream, chunk, file in from_json(read_json(path), hint, str(path)):
+            if stream not in streams or chunk < 0 or file < 0:
+                raise ValueError(
+                    f"{path} lists {[stream, chunk, file]}, which is no file of this set. Remove "
+                    f"{path.parent} if no recorder wrote it"
+                )
+            yield stream, chunk * self.info["chunks_size"] + file
 
     def _continue_rows(self, rows: pa.Table, path: Path) -> None:
         """Take the newest file of meta/episodes; raise ValueError if our rows do not fit it."""
