@@ -2,8 +2,11 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -192,6 +195,45 @@ def test_after_ctrl_c():
     np.testing.assert_array_equal(robot.velocity, [0, 0])
 
 
+_PROGRAM = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from test_safe_action import Moves, Runtime, StandStill, VelocityRobot
+
+class Robot(VelocityRobot):
+    def apply_action(self, action):
+        super().apply_action(action)
+        print(*action, flush=True)
+
+Runtime(Robot(), Moves(), 50, safe_action=StandStill()).run()
+print("not reached", flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_after_a_signal_that_ends_the_program(number):
+    command = [sys.executable, "-c", _PROGRAM, str(Path(__file__).parent)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "0.5 -0.5\n"
+        process.send_signal(number)
+        lines = process.stdout.readlines()
+    assert lines[-1] == "0.0 0.0\n"
+    assert process.returncode == -number
+
+
+def test_a_signal_reaches_the_handler_of_the_program_after_the_end():
+    robot, received = VelocityRobot(), []
+    before = signal.signal(signal.SIGTERM, lambda *_: received.append(robot.velocity.tolist()))
+    try:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        _, _, summary = run(Moves(), robot, control_hz=50)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert summary.ended_by == "interrupted"
+    assert received == [[0, 0]]
+
+
 class Stuck(VelocityRobot):
     """A driver that does not return from step 3, and is slow to take the safe action."""
 
@@ -231,6 +273,27 @@ def test_after_an_exception_of_the_environment_s_reset():
     # There is no last observation yet: a new one is made.
     assert calls == [({"n": 0}, None)]
     np.testing.assert_array_equal(robot.velocity, [0, 0])
+
+
+class MovedByReset(VelocityRobot):
+    """Its second reset fails after it has moved the robot."""
+
+    def reset(self):
+        super().reset()
+        if self.num_resets == 2:
+            self.applied += [self.velocity] * 10
+            self.broken = "reset"
+            self._break("reset")
+
+
+@pytest.mark.parametrize("runs", [1, 2])
+def test_the_safe_action_after_a_reset_does_not_follow_from_the_episode_before(runs):
+    robot, safe = MovedByReset(num_steps=2), StandStill()
+    runtime = Runtime(robot, Moves(), None, safe_action=safe, num_episodes=3 - runs)
+    with pytest.raises(OSError, match="reset failed"):  # noqa: PT012
+        for _ in range(runs):
+            runtime.run()
+    assert safe.calls[-1] == ({"n": 13}, None)
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,10 @@ _ANSWER_BY, _AT_LEAST = 0.9, 0.5
 # How often a long wait checks whether it is to stop.
 _CHECK_SECONDS = 0.1
 
+_STOP_SIGNALS = [
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+]
+
 EndedBy = Literal["done", "max_steps", "stopped", "interrupted", "held", "error"]
 SafeAction = Callable[[Mapping[str, Any], np.ndarray | None], np.ndarray]
 
@@ -190,11 +194,12 @@ class Runtime:
     With `control_hz=None` each step waits for the agent and nothing is paced: for simulations.
     `safe_action(observation, last_action)` says what to do while there is no new action; by default
     the last one is repeated, which is right for positions. For velocities give zeros. `max_hold` is
-    in seconds; after it the run ends (`ended_by == "held"`). Ctrl-C ends after the current step.
+    in seconds; after it the run ends (`ended_by == "held"`). Ctrl-C ends after the current step, as
+    do SIGTERM and SIGHUP (a terminal that is closed), which are sent again after the end.
 
     A given `safe_action` is also applied at the end of each episode and of the run, however it ends
-    (done, stopped, Ctrl-C, any exception). If that fails, the failure is logged and raised, or
-    added as a note to the exception that ended the run. Ctrl-C does not interrupt it.
+    (done, stopped, a signal, any exception). If that fails, the failure is logged and raised, or
+    added as a note to the exception that ended the run. No signal interrupts it.
 
     Actions outside `limits` are clamped or end the run, see `Limits`. By default they are those in
     the policy's metadata; if it has none, a warning says so. `False` is for none. They do not apply
@@ -225,6 +230,7 @@ class Runtime:
         self._worker = Worker("piston agent")
         # Plain, not an Event: a signal handler that takes an Event's lock may wait for itself.
         self._stop: EndedBy | None = None
+        self._signal: int | None = None
         self._summary = Summary()
         # Whether the robot may be moving, and whether that is being ended: no Ctrl-C meanwhile.
         self._may_move = False
@@ -247,26 +253,45 @@ class Runtime:
         self._stop = None
         self._summary = Summary()
         self._may_move, self._is_ending = True, False
-        # The first Ctrl-C ends the run after the step, a second one at once.
-        is_main = threading.current_thread() is threading.main_thread()
-        previous = signal.signal(signal.SIGINT, self._interrupt) if is_main else None
-        try:
-            with self._ending_safely():
-                self._call_hooks("on_start")
-                for episode in range(self.num_episodes):
-                    self._summary.ended_by = "error"
-                    self._summary.ended_by = self._run_episode(episode)
-                    if self._summary.ended_by not in ("done", "max_steps"):
-                        break
-        finally:
+        self._forget_episode()
+        with self._handling_signals():
             try:
-                self._call_hooks("on_end", self._summary)
+                with self._ending_safely():
+                    self._call_hooks("on_start")
+                    for episode in range(self.num_episodes):
+                        self._summary.ended_by = "error"
+                        self._summary.ended_by = self._run_episode(episode)
+                        if self._summary.ended_by not in ("done", "max_steps"):
+                            break
             finally:
-                if is_main:
-                    signal.signal(signal.SIGINT, previous or signal.SIG_DFL)
+                self._call_hooks("on_end", self._summary)
         return self._summary
 
-    def _interrupt(self, *_: object) -> None:
+    @contextlib.contextmanager
+    def _handling_signals(self) -> Iterator[None]:
+        """End the run after the step at the first signal, at once at a second one.
+
+        Signals other than Ctrl-C are sent again afterwards, to whoever handled them before.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._signal = None
+        handlers = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
+        for number, handler in handlers.items():
+            if handler is not signal.SIG_IGN:  # SIGHUP is ignored under nohup
+                signal.signal(number, self._interrupt)
+        try:
+            yield
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler or signal.SIG_DFL)
+            if self._signal is not None:
+                signal.raise_signal(self._signal)
+
+    def _interrupt(self, number: int, _: object) -> None:
+        if number != signal.SIGINT:
+            self._signal = number
         if self._stop != "interrupted":
             self._stop = "interrupted"
         elif not self._is_ending:
@@ -310,15 +335,13 @@ class Runtime:
 
     def _run_episode(self, episode: int) -> EndedBy:
         self._may_move = True
+        # Before the robot moves: a safe action from here on must not follow from where it was.
+        self._forget_episode()
         self.environment.reset()
-        if self._pending is not None:
-            self._pending.cancel()
         # In the worker, after whatever the agent is still doing for the last episode.
         reset = self._worker.submit(self.agent.reset)
         if self._wait(math.inf, reset):
             reset.result()
-        self._pending = self._pacer = self._hold_start = self._limits = None
-        self._last_observation = self._last_action = None
         self._call_hooks("on_episode_start", episode)
         ended_by: EndedBy = "error"
         try:
@@ -333,6 +356,12 @@ class Runtime:
                 self._summary.seconds += time.monotonic() - self._pacer.start
             self._call_hooks("on_episode_end", episode, ended_by)
         return ended_by
+
+    def _forget_episode(self) -> None:
+        if self._pending is not None:
+            self._pending.cancel()
+        self._pending = self._pacer = self._hold_start = self._limits = None
+        self._last_observation = self._last_action = None
 
     def _run_steps(self) -> EndedBy:
         for step in itertools.count():
