@@ -45,6 +45,7 @@ class Server(http.server.ThreadingHTTPServer):
         # or "chunked", or "close": no length, the end is the end; else the header as it is
         self.length = "plain"
         self.etag = True
+        self.encoding = ""
         self.break_after: dict[int, int] = {}  # number of the request → bytes until it breaks off
         self.change_to: dict[int, bytes] = {}  # number of the request → content from then on
         self.status: dict[int, int] = {}  # number of the request → an error instead
@@ -84,6 +85,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(content)}")
         if server.etag:
             self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+        if server.encoding:
+            self.send_header("Content-Encoding", server.encoding)
         if server.length == "plain":
             self.send_header("Content-Length", str(end - start))
         elif server.length == "chunked":
@@ -268,6 +271,15 @@ def test_a_length_that_is_no_number(server: Server, length: str) -> None:
     server.length, server.ranges = length, False
     with pytest.raises(assets.DownloadError, match=f"Content-Length is '{length}'; expected a num"):
         assets.resolve(server.location())
+
+
+def test_what_is_not_the_file_itself_is_not_kept(server: Server) -> None:
+    """A server that prepares the file, has none, or compresses it unasked."""
+    server.status = {0: 202, 1: 204}
+    assert assets.resolve(server.location()).read_bytes() == CONTENT
+    server.encoding = "gzip"
+    with pytest.raises(assets.DownloadError, match="the encoding gzip; expected the file itself"):
+        assets.resolve(server.location("other"))
 
 
 def test_a_wrong_range_is_not_used(server: Server) -> None:

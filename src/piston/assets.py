@@ -428,6 +428,13 @@ def _open_http(location: str, start: int, ranges: bool = True) -> _Stream:
             raise
         return _open_http(location, 0, ranges=False)  # the file is empty or has become shorter
     headers, size = response.headers, None
+    coding = headers["Content-Encoding"] or "identity"
+    if response.status not in (200, 203, 206) or coding != "identity":
+        response.close()
+        raise ValueError(
+            f"the server answers with status {response.status} and the encoding {coding}; expected "
+            "the file itself (200, identity)"
+        )
     if response.status == 206:
         found = re.match(rf"bytes {start}-\d+/(\d+)", headers["Content-Range"] or "")
         if found is None:  # not the range that was asked for
