@@ -106,3 +106,26 @@ def test_a_training_state_cannot_run_code(tmp_path):
     with pytest.raises(ValueError, match=r"posix\.mkdir.*do not resume"):
         restore(make_trainer(), tmp_path / "0")
     assert not witness.exists()
+
+
+# `PosixPath.unlink = 5`, written as pickle's own instructions: no program would store such a thing.
+_CHANGES_A_CLASS = b"\x80\x04cpathlib\nPosixPath\nN}\x8c\x06unlinkK\x05s\x86b."
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (_CHANGES_A_CLASS, "sets attributes of <class 'pathlib.PosixPath'>.*do not resume"),
+        (b"", "cannot be read .*EOFError"),
+        (b"no pickle", "cannot be read"),
+        (b"\x80\x04\x8d" + (2**60).to_bytes(8, "little") + b".", "cannot be read"),
+        (pickle.dumps(5), "does not describe a saved training state"),
+    ],
+)
+def test_a_training_state_that_is_no_record_of_dcp(tmp_path, content, message):
+    (tmp_path / "train_state").mkdir()
+    (tmp_path / "train_state/.metadata").write_bytes(content)
+    before = vars(type(tmp_path)).copy()
+    with pytest.raises(ValueError, match=message):
+        restore(make_trainer(), tmp_path)
+    assert vars(type(tmp_path)) == before

@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -312,17 +312,29 @@ class _StateReader(dcp.FileSystemReader):
         with path.open("rb") as file:
             unpickler = _MetadataUnpickler(file)
             unpickler.path = path
-            metadata = unpickler.load()
-        if not isinstance(metadata, Metadata):
+            try:
+                metadata = unpickler.load()
+            except ValueError:
+                raise
+            except Exception as error:  # of any kind, if the bytes are not those of a pickle
+                reason = f"{type(error).__name__}: {error}"
+                raise ValueError(f"{path} cannot be read ({reason}).") from error
+        entries = getattr(metadata, "state_dict_metadata", None)
+        if not isinstance(metadata, Metadata) or not isinstance(entries, dict):
             raise ValueError(f"{path} does not describe a saved training state.")
         metadata.storage_meta = metadata.storage_meta or dcp.metadata.StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """Creates DCP's own records and nothing else: a checkpoint file must not run code."""
+class _MetadataUnpickler(pickle._Unpickler):
+    """Creates DCP's own records and nothing else: a checkpoint file must not run code.
 
+    The unpickler in Python, not that in C, because it lets us check what attributes are set on: a
+    pickle that sets them on a class such as Path would change it for the whole process.
+    """
+
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
     path: Path  # for the error message
     _OTHERS = (
         *("torch.Size", "torch.distributed.checkpoint.filesystem._StorageInfo"),
@@ -339,7 +351,18 @@ class _MetadataUnpickler(pickle.Unpickler):
             return getattr(torch, name)
         if f"{module}.{name}" in self._OTHERS:
             return super().find_class(module, name)
-        raise ValueError(
-            f"{self.path} refers to {module}.{name}, which no training state contains. The file is "
-            "damaged or was made to run code: do not resume from it."
+        raise self._refused(f"refers to {module}.{name}")
+
+    def load_build(self) -> None:
+        *_, changed, _ = self.stack  # type: ignore[attr-defined]
+        if isinstance(changed, type) or not dataclasses.is_dataclass(changed):
+            raise self._refused(f"sets attributes of {changed!r}")
+        super().load_build()  # type: ignore[misc]
+
+    dispatch[pickle.BUILD[0]] = load_build
+
+    def _refused(self, found: str) -> ValueError:
+        return ValueError(
+            f"{self.path} {found}, which no training state does. The file is damaged or was made "
+            "to run code: do not resume from it."
         )
