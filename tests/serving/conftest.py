@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import shutil
+import subprocess
 import threading
 import time
 import urllib.request
@@ -120,3 +122,16 @@ def resident_bytes() -> Callable[[], int]:
     if not status.exists():
         pytest.skip("needs /proc to see memory")
     return lambda: int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.fixture
+def certificate(tmp_path):
+    """A self-signed certificate for this machine, and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the openssl command to make a certificate")
+    paths = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1"
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    outputs = ["-out", str(paths[0]), "-keyout", str(paths[1])]
+    subprocess.run([*command.split(), *names, *outputs], check=True, capture_output=True)
+    return paths

@@ -1,8 +1,6 @@
 """Who is let in, and that slow, dead, greedy or too many clients hold nobody back."""
 
-import shutil
 import socket
-import subprocess
 import threading
 import time
 
@@ -244,19 +242,6 @@ def test_web_pages_are_refused_unless_allowed(start, policy, get):
     assert status == 403
     assert "--allow-origin" in text
     assert get(server.port, "/healthz", {"Origin": foreign})[0] == 200
-
-
-@pytest.fixture
-def certificate(tmp_path):
-    """A self-signed certificate for this machine, and its key."""
-    if shutil.which("openssl") is None:
-        pytest.skip("needs the openssl command to make a certificate")
-    paths = tmp_path / "cert.pem", tmp_path / "key.pem"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1"
-    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    outputs = ["-out", str(paths[0]), "-keyout", str(paths[1])]
-    subprocess.run([*command.split(), *names, *outputs], check=True, capture_output=True)
-    return paths
 
 
 def test_tls(start, connect, policy, observe, certificate, monkeypatch):

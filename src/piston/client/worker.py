@@ -27,6 +27,11 @@ class Worker:
         )
         weakref.finalize(self, self._calls.put, None)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the thread has ended, so that no call will ever be made again."""
+        return self._thread.ident is not None and not self._thread.is_alive()
+
     def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
         if self._thread.ident is None:
             self._thread.start()

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 # A robot that has asked within this time has a share of the queue.
 _ACTIVE_SECONDS = 10.0
+# How often to look whether the inference thread is alive.
+_SECONDS_BETWEEN_LOOKS = 1.0
 
 Observation = dict[str, Any]
 Result = dict[str, Any]
@@ -57,6 +59,21 @@ class PreparingPolicy(Policy, Protocol):
 
 class Busy(RuntimeError):
     """The queue is full, or the policy did not answer in time."""
+
+
+def drop_frames(error: BaseException) -> None:
+    """Drop the tracebacks of an error and of its causes, which has been reported.
+
+    Their frames hold requests, and they refer to each other: without this, 30 MB might stay in
+    memory until the garbage collector runs.
+    """
+    errors, seen = [error], set()
+    while errors:
+        one = errors.pop()
+        one.__traceback__ = None
+        seen.add(id(one))
+        further = (one.__cause__, one.__context__, *getattr(one, "exceptions", ()))
+        errors += [other for other in further if other is not None and id(other) not in seen]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +126,8 @@ class Batcher:
         self._queue: collections.deque[_Request] = collections.deque()
         self._rhythms: dict[Hashable, _Rhythm] = {}
         self._worker = Worker("piston-inference")
-        self._is_working = False
+        # The requests that the policy works on.
+        self._batch: list[_Request] = []
         self._waiting: asyncio.TimerHandle | None = None
         self._idle_since = -math.inf
         self._last_seconds = 0.0
@@ -121,8 +139,8 @@ class Batcher:
     def start(self, warm_up: Callable[[], object] | None = None) -> asyncio.Future[object]:
         """Run `warm_up` in the thread that will infer; the future is done when it is."""
         self._loop = asyncio.get_running_loop()
-        # Set when the inference thread has ended; `failure` says why.
-        self.failed = asyncio.Event()
+        # Set with `failure`.
+        self._failed = asyncio.Event()
         return asyncio.wrap_future(self._worker.submit(warm_up or (lambda: None)))
 
     def submit(self, observation: Observation, source: Hashable) -> asyncio.Future[Outcome]:
@@ -157,6 +175,20 @@ class Batcher:
                 f"queue is {max(1, share)}. Ask again later."
             )
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the inference thread has ended."""
+        return self.failure is not None or self._worker.has_ended
+
+    async def wait_failed(self) -> None:
+        """Wait until the inference thread has ended; `failure` says why."""
+        while self.failure is None:
+            if self._worker.has_ended:
+                self._fail(RuntimeError("it is not alive"))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_SECONDS_BETWEEN_LOOKS):
+                    await self._failed.wait()
+
     def seconds_in_inference(self) -> float:
         """Return for how long the inference under way has been running, 0 if there is none."""
         began = self._began
@@ -188,6 +220,8 @@ class Batcher:
         """Drop the waiting requests; return whether the policy finishes its work in time."""
         self._queue.clear()
         self._schedule()
+        if self._worker.has_ended:
+            return True
         last = self._worker.submit(lambda: None)
         return bool(concurrent.futures.wait([last], timeout).done)
 
@@ -196,7 +230,7 @@ class Batcher:
         if self._waiting is not None:
             self._waiting.cancel()
             self._waiting = None
-        if self._is_working or not self._queue:
+        if self._batch or not self._queue:
             return
         if (seconds := self._seconds_to_wait()) > 0:
             self._waiting = self._loop.call_later(seconds, self._start_batch)
@@ -223,20 +257,21 @@ class Batcher:
 
     def _start_batch(self) -> None:
         self._waiting = None
-        self._is_working = True
-        self._worker.submit(self._run_batch, self._take_batch())
+        self._batch = self._take_batch()
+        self._worker.submit(self._run_batch, self._batch)
 
-    def _fail(self, batch: Sequence[_Request], failure: BaseException) -> None:
+    def _fail(self, failure: BaseException) -> None:
         """Answer all requests with an error: the inference thread has ended."""
         self.failure, self._began = failure, None
         error = RuntimeError(f"The inference thread has ended: {failure!r}.")
-        waiting, self._queue = [*batch, *self._queue], collections.deque()
+        waiting, self._batch = [*self._batch, *self._queue], []
+        self._queue.clear()
         for request in waiting:
             if request.deadline is not None:
                 request.deadline.cancel()
             if not request.outcome.done():
                 request.outcome.set_result(Outcome(error, 0.0, 0.0, batch_size=0))
-        self.failed.set()
+        self._failed.set()
 
     def _take_batch(self) -> list[_Request]:
         """Take the next requests from the queue: the first of each source, then the second ones."""
@@ -265,7 +300,7 @@ class Batcher:
                 if ready:
                     outcomes.update(zip(ready, self._infer(ready, began), strict=True))
             except BaseException as error:  # SystemExit, for instance, must not go unseen
-                self._loop.call_soon_threadsafe(self._fail, batch, error)
+                self._loop.call_soon_threadsafe(self._fail, error)
                 raise
             self._began = None
             self._loop.call_soon_threadsafe(self._finish_batch, batch, outcomes)
@@ -311,7 +346,7 @@ class Batcher:
     def _finish_batch(
         self, batch: Sequence[_Request], outcomes: Mapping[_Request, Outcome]
     ) -> None:
-        self._is_working = False
+        self._batch = []
         self._idle_since = time.perf_counter()
         self._last_seconds = max(outcome.infer_ms for outcome in outcomes.values()) / 1e3
         for request in batch:
@@ -319,6 +354,9 @@ class Batcher:
                 request.deadline.cancel()
             if request.source in self._rhythms:
                 self._rhythms[request.source].replied = self._idle_since
-            if not request.outcome.done():  # cancelled: the connection is closed
+            result = outcomes[request].result
+            if not request.outcome.done():
                 request.outcome.set_result(outcomes[request])
+            elif isinstance(result, Exception):  # nobody waits for it any more
+                drop_frames(result)
         self._schedule()

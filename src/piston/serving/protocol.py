@@ -27,7 +27,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.frames import CloseCode
 
 from piston.client.codec import BUSY, REQUEST_ID, ProtocolError, pack, unpack
-from piston.serving.batching import Batcher, Busy, Observation, Outcome
+from piston.serving.batching import Batcher, Busy, Observation, Outcome, drop_frames
 from piston.serving.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -194,14 +194,38 @@ class Session:
         self._sending = asyncio.Lock()
         self._previous_total_ms: float | None = None
         self._has_warned = False
+        self._num_unanswered = 0
+        self._last_active = time.monotonic()
+        self._has_asked = False
+        # Set when another robot needs the connection.
+        self._dismissed = asyncio.Event()
+
+    @property
+    def idle_seconds(self) -> float:
+        """For how long the client has had no request under way."""
+        return 0.0 if self._num_unanswered else time.monotonic() - self._last_active
+
+    @property
+    def importance(self) -> tuple[bool, float]:
+        """A client that has never asked comes before, and one idle for longer before others."""
+        return self._has_asked, -self.idle_seconds
+
+    def dismiss(self) -> ServerConnection:
+        """End because another robot needs the connection; return it, which is being closed."""
+        self._dismissed.set()
+        return self.connection
 
     async def run(self, metadata: bytes, ready: asyncio.Event, stopping: asyncio.Event) -> None:
         """Send the metadata once the server is ready, then a reply to each request."""
         reading = asyncio.create_task(self._read(metadata, ready))
         try:
-            await first_of(reading, self.connection.wait_closed(), stopping.wait())
+            ends = (self.connection.wait_closed(), stopping.wait(), self._dismissed.wait())
+            await first_of(reading, *ends)
             if reading.done():
                 reading.result()
+            if self._dismissed.is_set():
+                reason = f"idle for {self.idle_seconds:.0f} s, and another robot needs it"
+                await self.connection.close(CloseCode.TRY_AGAIN_LATER, reason)
             if stopping.is_set():
                 answered = asyncio.gather(*(self._slots.acquire() for _ in range(_SLOTS)))
                 await first_of(answered, self.connection.wait_closed())
@@ -215,6 +239,7 @@ class Session:
         await ready.wait()
         with contextlib.suppress(ConnectionClosed):
             await self.connection.send(metadata)
+            self._last_active = time.monotonic()
             while True:
                 await self._accept(await self.connection.recv())
 
@@ -224,6 +249,8 @@ class Session:
         self.metrics.requests += 1
         request_id: int | None = None
         await self._slots.acquire()
+        self._has_asked = True
+        self._num_unanswered += 1
         try:
             if len(message) < _LARGE_MESSAGE:
                 observation, request_id = decode_request(message, self.limits)
@@ -238,7 +265,7 @@ class Session:
             previous = self._last if request_id is None else self._nothing
             previous.add_done_callback(lambda _: self._post(reply, arrived))
         except asyncio.CancelledError:
-            self._slots.release()
+            self._release()
             raise
         else:
             outcome.add_done_callback(functools.partial(self._finish, request_id, arrived))
@@ -278,6 +305,11 @@ class Session:
         total = time.perf_counter() - arrived
         self._previous_total_ms = 1e3 * total
         self.metrics.observe("request_seconds", total)
+        self._release()
+
+    def _release(self) -> None:
+        self._last_active = time.monotonic()
+        self._num_unanswered -= 1
         self._slots.release()
 
     def _encode(self, outcome: Outcome, request_id: int | None) -> bytes | str:
@@ -307,4 +339,5 @@ class Session:
             # Once: a robot whose requests are refused asks many times a second.
             self._has_warned = True
             logger.warning("A request of %s was refused (more are only counted): %s", peer, error)
+        drop_frames(error)
         return reply

@@ -11,6 +11,7 @@ has `prepare` as well checks each request before it joins a batch.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import dataclasses
 import gc
@@ -37,6 +38,15 @@ from piston.client.codec import pack, shortened
 from piston.client.worker import Worker
 from piston.serving import metrics, protocol
 from piston.serving.batching import Batcher, Policy
+from piston.serving.handshakes import (
+    BACKLOG,
+    CLOSE_TIMEOUT,
+    OPEN_TIMEOUT,
+    Handshakes,
+    lengthen_backlog,
+    most_handshakes,
+)
+from piston.serving.memory import MemoryReturn, keep_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -47,15 +57,12 @@ _websockets_logger = logging.getLogger(f"{__name__}.websockets")
 _websockets_logger.setLevel(logging.CRITICAL)
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_CLOSE_TIMEOUT = 2.0
 # Frames that may wait in memory on one connection before it is read no further.
 _FRAMES_AHEAD = 2
-# glibc keeps freed blocks up to the size of the largest one that was freed so far, at most 32 MB.
-# Without this, it returns the memory of every message to the kernel and fetches it again.
-_KEPT_BYTES = 16 * 2**20
+_DECODING_THREADS = 2
 # What asyncio reads from a socket at once: an observation, where its own 256 KB are only a part.
-# Processor time per request with three 224 px images: 30 % more without both (one client), and 8 %
-# more without the larger reads (eight clients).
+# Processor time per request with three 224 px images: 30 % more without this and without keeping
+# the blocks of messages (one client), and 8 % more without the larger reads (eight clients).
 _READ_BYTES = 2**20
 
 
@@ -92,6 +99,9 @@ class ServerConfig:
     max_queue: int = 32
     # Robots that may be connected at the same time.
     max_connections: int = 64
+    # Seconds without a request after which a connection is closed if another robot needs it, which
+    # is when max_connections are open. The client connects again when it asks.
+    idle_timeout: float = 10.0
     # A larger message closes its connection, with code 1009.
     max_message_bytes: int = 32 * 2**20
     # Longer texts in an observation, such as prompts, are refused; in characters.
@@ -118,7 +128,7 @@ class ServerConfig:
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least {least}.")
         timeouts = ("send_timeout_s", "ping_timeout_s", "shutdown_timeout_s")
-        for name in (*timeouts, "policy_timeout", "request_timeout"):
+        for name in (*timeouts, "idle_timeout", "policy_timeout", "request_timeout"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected more than 0.")
         if self.port >= 2**16:
@@ -236,8 +246,9 @@ class Server:
             policy, config.max_batch, max_wait, config.max_queue, config.request_timeout
         )
         self._metrics = metrics.Metrics(protocol.ERROR_TYPES)
-        # The tasks that run the sessions of all connections.
-        self._sessions: set[asyncio.Task[Any]] = set()
+        # The sessions of all connections, by the task that runs each.
+        self._sessions: dict[asyncio.Task[Any], protocol.Session] = {}
+        self._memory = MemoryReturn()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._warm, self._stopping = asyncio.Event(), asyncio.Event()
 
@@ -258,17 +269,20 @@ class Server:
 
     async def run(self) -> None:
         self._loop = asyncio.get_running_loop()
-        bytes(_KEPT_BYTES)
+        keep_blocks()
+        # Large messages are decoded there. Each thread of glibc keeps memory of its own.
+        self._loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(_DECODING_THREADS))
         listener = await self._listen()
         try:
             warm = self._batcher.start(self._warm_up)
-            await protocol.first_of(warm, self._stopping.wait())
+            failed = self._batcher.wait_failed()
+            await protocol.first_of(warm, self._stopping.wait(), failed)
             if not warm.cancelled():
                 warm.result()
                 self._warm.set()
                 self.ready.set()
                 logger.info("Ready.")
-            await protocol.first_of(self._stopping.wait(), self._batcher.failed.wait())
+            await protocol.first_of(self._stopping.wait(), self._batcher.wait_failed())
             if (failure := self._batcher.failure) is not None:
                 raise PolicyThreadEnded(
                     f"The inference thread has ended: {failure!r}. The server stops, because it "
@@ -282,12 +296,16 @@ class Server:
                 _, cut = await asyncio.wait(self._sessions, timeout=timeout)
                 if cut:
                     logger.warning("%d connections were cut off with requests in flight.", len(cut))
-            self.finished = self._batcher.stop(timeout=_CLOSE_TIMEOUT)
+            self.finished = self._batcher.stop(timeout=CLOSE_TIMEOUT)
             if not self.finished:
                 logger.warning("The policy is still working; its result is lost.")
 
     async def _listen(self) -> websockets.asyncio.server.Server:
         config = self._config
+        most = most_handshakes(config.max_connections)
+        self._handshakes = Handshakes(config.tls(), most)
+        # Declared as a class, documented as a factory.
+        make_connection: Any = self._handshakes.make_connection
         try:
             listener = await websockets.asyncio.server.serve(
                 self._serve,
@@ -300,13 +318,16 @@ class Server:
                 max_queue=_FRAMES_AHEAD,
                 ping_interval=config.ping_timeout_s,
                 ping_timeout=config.ping_timeout_s,
-                close_timeout=_CLOSE_TIMEOUT,
+                open_timeout=OPEN_TIMEOUT,
+                close_timeout=CLOSE_TIMEOUT,
                 logger=_websockets_logger,
-                ssl=config.tls(),
+                backlog=BACKLOG,
+                create_connection=make_connection,
             )
         except OSError as error:
             error.add_note(f"Nothing is served at {self.url}. Choose another host or port.")
             raise
+        lengthen_backlog(listener.sockets)
         self.port = listener.sockets[0].getsockname()[1]
         local = "for this machine only (host 0.0.0.0 is for all)"
         audience = local if config.is_local else "for other machines as well"
@@ -324,7 +345,7 @@ class Server:
             if seconds > limit:
                 text = f"The policy has been working for {seconds:.0f} s; the limit is {limit:g} s."
                 return connection.respond(HTTPStatus.SERVICE_UNAVAILABLE, f"{text}\n")
-            if self._batcher.failure is not None:
+            if self._batcher.has_failed:
                 text = "The inference thread has ended.\n"
                 return connection.respond(HTTPStatus.SERVICE_UNAVAILABLE, text)
             if self._warm.is_set():
@@ -355,16 +376,37 @@ class Server:
             del response.headers["Content-Type"]
             response.headers["Content-Type"] = metrics.CONTENT_TYPE
             return response
-        if len(self._sessions) >= self._config.max_connections:
+        if not self._has_room():
             text = "There are too many connections already.\n"
             return connection.respond(HTTPStatus.SERVICE_UNAVAILABLE, text)
         return None
 
+    def _has_room(self) -> bool:
+        """Whether a new connection is within the limit, or an idle one can be closed for it."""
+        is_full = len(self._sessions) >= self._config.max_connections
+        return not is_full or self._least_important() is not None
+
+    def _least_important(self) -> asyncio.Task[Any] | None:
+        """Return the task of the session that is closed when another robot needs its place."""
+        limit = self._config.idle_timeout
+        idle = {
+            task: session
+            for task, session in self._sessions.items()
+            if session.idle_seconds >= limit
+        }
+        return min(idle, key=lambda task: idle[task].importance, default=None)
+
     async def _serve(self, connection: ServerConnection) -> None:
         # Several connections may have passed `_process_request` together.
-        if self._stopping.is_set() or len(self._sessions) >= self._config.max_connections:
+        if self._stopping.is_set() or not self._has_room():
             await connection.close(CloseCode.TRY_AGAIN_LATER, "no more connections are accepted")
             return
+        if len(self._sessions) >= self._config.max_connections:
+            idle = self._least_important()
+            assert idle is not None
+            dismissed = self._sessions.pop(idle).dismiss()
+            self._handshakes.begin(dismissed, dismissed.transport)
+        self._handshakes.end(connection)
         transport: Any = connection.transport
         if hasattr(transport, "max_size"):
             transport.max_size = _READ_BYTES
@@ -380,7 +422,7 @@ class Server:
         )
         task = asyncio.current_task()
         assert task is not None
-        self._sessions.add(task)
+        self._sessions[task] = session
         peer = connection.remote_address
         logger.info("%s connected (%d connections).", peer, len(self._sessions))
         try:
@@ -388,5 +430,7 @@ class Server:
         except Exception:
             logger.exception("The connection of %s failed.", peer)
         finally:
-            self._sessions.discard(task)
+            self._sessions.pop(task, None)
+            self._handshakes.begin(connection, connection.transport)
+            self._memory.schedule()
             logger.info("%s has gone (%d connections).", peer, len(self._sessions))
