@@ -1,115 +1,261 @@
-"""Attempts to break a server, which runs in a process of its own."""
+"""Attempts to break a server, or to hurt its other clients."""
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
+import multiprocessing
 import threading
 import time
-from collections.abc import Mapping
-from multiprocessing.connection import Connection
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from websockets.sync.client import connect as open_websocket
+from websockets.sync.client import ClientConnection
 
+from piston.client import Client
 from piston.client.codec import pack, unpack
 from piston.progress import Progress
-from piston.serving import ServerConfig, running_server
+from piston.serving import ServerConfig
 from rows import Part, Row
 from serve import resident_bytes, server_process
+from servers import (
+    Answers,
+    ask,
+    ask_badly,
+    ask_greedily,
+    check_health,
+    good_clients,
+    half_handshake,
+    in_threads,
+    misbehave,
+    mutated,
+    observe,
+    open_raw,
+    serve,
+)
 
-_DIM = 14
 _MB = 2**20
-
-
-class SteadyPolicy:
-    """Every batch takes the same time; the actions say which observation they answer."""
-
-    metadata: Mapping[str, Any] = {}
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    def prepare(self, observation: dict[str, Any]) -> dict[str, Any]:
-        state = observation["state"]
-        if not isinstance(state, np.ndarray) or state.shape != (_DIM,) or state.dtype.kind != "f":
-            raise ValueError(f"The state is no float array of shape ({_DIM},).")
-        return observation
-
-    def infer_batch(self, observations: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        time.sleep(self._seconds)
-        return [{"actions": np.tile(one["state"], (50, 1))} for one in observations]
-
-
-def serve(pipe: Connection, seconds: float, config: ServerConfig) -> None:
-    """Called in the server's process."""
-    with running_server(SteadyPolicy(seconds), config) as server:
-        pipe.send(server.port)
-        pipe.recv()
-
-
-def observe(number: float, pixels: int = 64) -> dict[str, Any]:
-    image = np.zeros((pixels, pixels, 3), np.uint8)
-    return {
-        "images": {"cam_high": image},
-        "state": np.full(_DIM, number, np.float32),
-        "prompt": "go",
-    }
-
-
-def mutated(message: bytes, random: np.random.Generator) -> bytes:
-    """Return a message with a few bytes changed, removed or inserted."""
-    data = bytearray(message)
-    for _ in range(random.integers(1, 6)):
-        # Most of a message is an image, where a change does nothing: prefer both ends.
-        where = int(random.choice([random.integers(400), random.integers(len(data) + 1)]))
-        where, length = min(where, len(data)), int(random.integers(1, 9))
-        end = where + length * int(random.integers(2))
-        data[where:end] = random.bytes(length * int(random.integers(2)))
-    return bytes(data)
 
 
 def fuzz(seconds: float, seed: int, progress: Progress) -> list[Row]:
     """Send damaged messages on one connection; every one of them is answered."""
     random, valid = np.random.default_rng(seed), pack(observe(1.0))
-    began, count, kinds, longest = time.monotonic(), 0, {"internal": 0}, 0
+    began, count, kinds, longest, early = time.monotonic(), 0, {"internal": 0}, 0, 0.0
     with (
         server_process(serve, 0.0, ServerConfig(port=0)) as (port, pid),
-        open_websocket(f"ws://127.0.0.1:{port}", compression=None) as websocket,
+        open_raw(port) as websocket,
     ):
-        websocket.recv()
-        early = 0.0
         while (passed := time.monotonic() - began) < seconds:
             messages = [mutated(valid, random) for _ in range(50)]
             messages += [random.bytes(int(random.integers(200))) for _ in range(50)]
-            sending = threading.Thread(target=_send_all, args=(websocket, messages))
-            sending.start()
-            for _ in messages:
-                reply = websocket.recv(timeout=20)
+            for reply in _exchange(websocket, messages):
                 if isinstance(reply, str):
                     kind = reply.partition(":")[0]
                     kinds[kind] = kinds.get(kind, 0) + 1
                     longest = max(longest, len(reply.encode()))
-            sending.join()
             count += len(messages)
             if not early and passed > seconds / 4:
                 early = resident_bytes(pid)
             progress(round(passed), None, f"{count:,} messages")
         growth = (resident_bytes(pid) - early) / _MB
         websocket.send(pack({**observe(3.0), "request_id": 1}))
-        right = unpack(websocket.recv(timeout=5))["actions"][0, 0] == 3.0
-    refused = sum(kinds.values())
+        is_right = unpack(websocket.recv(timeout=5))["actions"][0, 0] == 3.0
+    refused, internal = sum(kinds.values()), kinds["internal"]
+    answer = "right" if is_right else "wrong"
     return [
         Row("damaged messages: a reply to each", count, f"{refused:,} refused", "all", True),
-        Row("  internal errors", count, str(kinds["internal"]), "0", kinds["internal"] == 0),
+        Row("  internal errors", count, str(internal), "0", internal == 0),
         Row("  longest error reply", refused, f"{longest:,} B", "≤ 4,096 B", longest <= 4096),
-        Row("  a good request afterwards", 1, str(right), "right reply", bool(right)),
-        Row("  memory growth", count, f"{growth:.0f} MB", "< 10 MB", growth < 10),
+        Row("  reply to a good request afterwards", 1, answer, "right", bool(is_right)),
+        Row("  growth of memory", count, f"{growth:.0f} MB", "< 10 MB", growth < 10),
     ]
 
 
-def _send_all(websocket: Any, messages: list[bytes]) -> None:
-    for message in messages:
+def _exchange(websocket: ClientConnection, messages: list[bytes]) -> Iterator[str | bytes]:
+    """Send all messages, in a thread, and yield a reply to each."""
+
+    def send() -> None:
+        for message in messages:
+            websocket.send(message)
+
+    sending = threading.Thread(target=send)
+    sending.start()
+    for _ in messages:
+        yield websocket.recv(timeout=20)
+    sending.join()
+
+
+def connections(seconds: float, seed: int, progress: Progress) -> list[Row]:
+    """Silent connections, half-handshakes, and large messages of clients that leave."""
+    del seed
+    return [
+        _silent(progress),
+        *_half_handshakes(seconds / 2, progress),
+        _large_messages(seconds / 2, progress, done=round(seconds / 2)),
+    ]
+
+
+def _silent(progress: Progress) -> Row:
+    config = ServerConfig(port=0, idle_timeout=2.0)
+    with server_process(serve, 0.0, config) as (port, _), contextlib.ExitStack() as stack:
+        for _ in range(config.max_connections):
+            stack.enter_context(open_raw(port))
+        began = time.monotonic()
+        with Client("127.0.0.1", port, timeout=30.0) as client:
+            client.infer(observe(1.0))
+        waited = time.monotonic() - began
+    progress(round(waited), None, "silent connections")
+    name = "silent connections: a robot gets in after"
+    return Row(name, config.max_connections, f"{waited:.1f} s", "< 5 s (limit 2 s)", waited < 5)
+
+
+def _half_handshakes(seconds: float, progress: Progress) -> list[Row]:
+    began, count, kept = time.monotonic(), 0, []
+    with (
+        server_process(serve, 0.0, ServerConfig(port=0, max_connections=16), 256) as (port, _),
+        _processes() as pool,
+    ):
+        checks = pool.submit(check_health, port, seconds)
+        while not checks.done():
+            kept = [*kept[-400:], half_handshake(port)]
+            count += 1
+            time.sleep(0.002)
+            progress(round(time.monotonic() - began), None, f"{count:,} half-handshakes")
+        health = checks.result()
+        for connection in kept:
+            connection.close()
+        with Client("127.0.0.1", port) as client:
+            client.infer(observe(1.0))
+    return _health_rows("half-handshakes, 256 descriptors", count, health)
+
+
+def _health_rows(name: str, count: int, health: list[float]) -> list[Row]:
+    failed = int(np.isinf(health).sum())
+    found = f"{failed} of {len(health):,}"
+    p99 = 1e3 * float(np.percentile(health, 99))
+    return [
+        Row(f"{name}: failed health checks", count, found, "0", failed == 0),
+        Row("  /healthz, 99 %", len(health), f"{p99:.1f} ms", "< 50 ms", p99 < 50),
+    ]
+
+
+def _large_messages(seconds: float, progress: Progress, done: int) -> Row:
+    """Twenty clients at once send 20 MB each and leave, some before the reply."""
+    began, count, memory = time.monotonic(), 0, []
+    message = pack({"large": np.zeros(20_000_000, np.uint8)})
+
+    def leave(early: bool) -> None:
+        websocket = open_raw(port)
         websocket.send(message)
+        if early:
+            websocket.socket.shutdown(2)
+        else:
+            websocket.recv(timeout=30)
+        websocket.close()
+
+    with server_process(serve, 0.0, ServerConfig(port=0)) as (port, pid):
+        before = resident_bytes(pid) / _MB
+        while (passed := time.monotonic() - began) < seconds or not memory:
+            in_threads([lambda early=early: leave(early) for early in [False, True] * 10])
+            count += 20
+            time.sleep(1.5)
+            memory.append(resident_bytes(pid) / _MB)
+            progress(done + round(passed), None, f"{count:,} large messages")
+    found = f"{before:.0f} → {memory[-1]:.0f} MB"
+    is_flat = memory[-1] - before < 70
+    return Row("20 MB messages, 20 at once: memory", count, found, "< 70 MB more", is_flat)
 
 
-PARTS = [Part("fuzz", fuzz, 60.0)]
+def bad_client(seconds: float, seed: int, progress: Progress) -> list[Row]:
+    """Seven good clients, in turns without and with a bad one beside them."""
+    del seed
+    turn = min(2.0, seconds / 6)
+    rates: dict[bool, list[float]] = {False: [], True: []}
+    began, num_bad, total = time.monotonic(), 0, Answers()
+    with server_process(serve, 0.02, ServerConfig(port=0)) as (port, _), _processes() as pool:
+        pool.submit(ask_badly, port, 0.1).result()  # start the process
+        while (passed := time.monotonic() - began) < seconds:
+            for is_beside in (False, True):
+                beside = pool.submit(ask_badly, port, turn) if is_beside else None
+                answers = good_clients(port, turn, 7, 0.0)
+                rates[is_beside].append(len(answers.seconds) / turn)
+                num_bad += beside.result() if beside is not None else 0
+                total += answers
+            progress(round(passed), None, f"{num_bad:,} bad requests")
+    alone, beside_bad = (float(np.median(rates[is_beside])) for is_beside in (False, True))
+    ratio = beside_bad / alone
+    wrong = total.num_busy + total.num_errors + total.num_swapped
+    found = f"{ratio:.2f} ({alone:.0f} → {beside_bad:.0f} replies/s)"
+    return [
+        Row("seven good clients beside a bad one: speed", num_bad, found, "≥ 0.9", ratio >= 0.9),
+        Row("  their errors", len(total.seconds), str(wrong), "0", wrong == 0),
+    ]
+
+
+def greedy_clients(seconds: float, seed: int, progress: Progress) -> list[Row]:
+    """Six clients that ask as much as they can, and two that ask one thing at a time."""
+    del seed
+    batch = 0.02
+    with server_process(serve, batch, ServerConfig(port=0)) as (port, _), _processes() as pool:
+        greedy = [pool.submit(ask_greedily, port, seconds + 2) for _ in range(6)]
+        time.sleep(1.0)
+        progress(0, None, "six greedy clients")
+        first, second = in_threads([lambda name=name: ask(port, seconds, name) for name in (1, 2)])
+        swapped = sum(one.result() for one in greedy)
+    polite = first + second
+    swapped += polite.num_swapped
+    refused = polite.num_busy + polite.num_errors
+    median, count = float(np.median(polite.seconds)), len(polite.seconds)
+    name = "two polite clients beside six greedy ones"
+    latency, limit = f"{1e3 * median:.0f} ms", f"< {5e3 * batch:.0f} ms (5 batches)"
+    return [
+        Row(f"{name}: refused", count, str(refused), "0", refused == 0),
+        Row("  their latency, median", count, latency, limit, median < 5 * batch),
+        Row("  swapped replies, all clients", count, str(swapped), "0", swapped == 0),
+    ]
+
+
+def soak(seconds: float, seed: int, progress: Progress) -> list[Row]:
+    """Good, greedy and misbehaving clients together; health checks and memory meanwhile."""
+    began, memory = time.monotonic(), []
+    with server_process(serve, 0.01, ServerConfig(port=0)) as (port, pid), _processes() as pool:
+        good = pool.submit(good_clients, port, seconds, 4, 0.005)
+        checks = pool.submit(check_health, port, seconds)
+        greedy = pool.submit(ask_greedily, port, seconds)
+        bad = pool.submit(misbehave, port, seconds, seed)
+        tasks: list[concurrent.futures.Future[Any]] = [good, checks, greedy, bad]
+        while not all(task.done() for task in tasks):
+            memory.append(resident_bytes(pid) / _MB)
+            progress(round(time.monotonic() - began), None, f"{memory[-1]:.0f} MB")
+            time.sleep(seconds / 300)
+        answers, swapped = good.result(), greedy.result()
+    swapped += answers.num_swapped
+    wrong = answers.num_busy + answers.num_errors
+    # A fifth of five minutes is one minute; large messages come and go, so medians are compared.
+    fifth = max(1, len(memory) // 5)
+    early, late = float(np.median(memory[fifth : 2 * fifth])), float(np.median(memory[-fifth:]))
+    growth, count = f"{early:.0f} → {late:.0f} MB", len(answers.seconds)
+    return [
+        Row(f"soak of {seconds:.0f} s: swapped replies", count, str(swapped), "0", swapped == 0),
+        Row("  errors of good clients", count, str(wrong), "0", wrong == 0),
+        Row("  memory", len(memory), growth, "< 20 MB more", late - early < 20),
+        *_health_rows("  beside bad clients", bad.result(), checks.result()),
+    ]
+
+
+@contextlib.contextmanager
+def _processes() -> Iterator[concurrent.futures.ProcessPoolExecutor]:
+    """Clients in processes of their own, so that they do not wait for each other's Python."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(6, mp_context=context) as pool:
+        yield pool
+
+
+PARTS = [
+    Part("fuzz", fuzz, 30.0),
+    Part("connections", connections, 40.0),
+    Part("bad-client", bad_client, 40.0),
+    Part("greedy-clients", greedy_clients, 20.0),
+    Part("soak", soak, 300.0),
+]
