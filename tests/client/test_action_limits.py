@@ -11,6 +11,7 @@ from piston.client import (
     Client,
     LimitExceeded,
     Limits,
+    RealTimeBroker,
     Runtime,
     TemporalEnsemble,
 )
@@ -136,7 +137,9 @@ def test_the_runtime_refuses(wrong, says, limits):
 
 
 @pytest.mark.parametrize(("wrong", "says"), REFUSED)
-@pytest.mark.parametrize("make", [ActionChunkBroker, TemporalEnsemble, AsyncChunkBroker])
+@pytest.mark.parametrize(
+    "make", [ActionChunkBroker, TemporalEnsemble, AsyncChunkBroker, RealTimeBroker]
+)
 def test_brokers_refuse(make, wrong, says):
     broker = make(Says(np.zeros(14), wrong, wrong, is_policy=True))
     broker.infer({})

@@ -41,31 +41,31 @@ def assert_limits(found, low, high, max_step):
     others = np.array([0.0, 0.1, 0.2])
     np.testing.assert_allclose(found.low, low - 0.1 * width + others, atol=1e-4)
     np.testing.assert_allclose(found.high, high + 0.1 * width + others, atol=1e-4)
-    np.testing.assert_allclose(found.max_step, [1.5 * max_step] * 3, atol=1e-4)
+    np.testing.assert_allclose(found.max_step, max(1.5 * max_step, 0.05 * width), atol=1e-4)
 
 
 @pytest.mark.parametrize("version", ["v2.1", "v3.0"])
 def test_range_and_step_are_those_of_the_robot_s_actions(tmp_path, version, monkeypatch):
     """Not of the model's relative ones. Between two episodes there is no step."""
-    Folder(tmp_path / "set", version, lengths=(12, 9, 15), cameras=IMAGES)
+    Folder(tmp_path / "set", version, lengths=(12, 3, 9), cameras=IMAGES)
     config = data_config(tmp_path / "set", data_transforms=DELTA, episodes="0,2")
     sources = open_sources(config, MODEL)
-    assert_limits(action_limits(sources, config), 100, 135, 1)
+    assert_limits(action_limits(sources, config), 100, 123, 1)
     # Also where a step is between two blocks of frames.
     monkeypatch.setattr(module, "BLOCK_VALUES", 3)
-    assert_limits(action_limits(sources, config), 100, 135, 1)
+    assert_limits(action_limits(sources, config), 100, 123, 1)
 
 
 def test_several_sets_have_the_limits_of_all(tmp_path):
     far = Folder(tmp_path / "far", lengths=(4,), cameras=IMAGES)
-    rows = [[value] * 3 for value in (np.array([0, 7, 3, 5]) - 50.0)]
+    rows = [[value] * 3 for value in (np.array([0, 17, 3, 5]) - 50.0)]
     far.rewrite(0, action=rows)
     Folder(tmp_path / "near", "v3.0", lengths=(12, 9), cameras=IMAGES)
     config = data_config(tmp_path / "near", data_transforms=DELTA)
     config = dataclasses.replace(config, more_sets=(str(tmp_path / "far"),))
     found = action_limits(open_sources(config, MODEL), config)
     np.testing.assert_allclose(found.low, -50 - 0.1 * (170.0 + np.array([0, 0.1, 0.2])), rtol=1e-5)
-    np.testing.assert_allclose(found.max_step, 1.5 * 7)
+    np.testing.assert_allclose(found.max_step, 1.5 * 17)
 
 
 class Memory:
@@ -226,7 +226,17 @@ def test_dimensions_that_never_move_may_move_a_little(tmp_path):
     found = action_limits(open_sources(config, MODEL), config)
     np.testing.assert_allclose(found.low, [4.99, -0.01, -0.1])
     np.testing.assert_allclose(found.high, [5.01, 0.011, 1.1])
-    np.testing.assert_allclose(found.max_step, [0.01, 0.011, 1.5])
+    np.testing.assert_allclose(found.max_step, [0.005, 0.005, 1.5])
+
+
+def test_a_dimension_that_moves_only_between_episodes_may_move_a_little(tmp_path):
+    """MetaWorld's gripper is such a one: a limit of 0.01 would clamp most of a policy's actions."""
+    folder = Folder(tmp_path / "set", lengths=(2, 2), cameras=IMAGES)
+    for episode, gripper in enumerate((-1.0, 1.0)):
+        folder.rewrite(episode, action=[[0.0, 0.0, gripper]] * 2)
+    config = data_config(tmp_path / "set", data_transforms=Group([three_joints]))
+    found = action_limits(open_sources(config, MODEL), config)
+    np.testing.assert_allclose(found.max_step, [0.005, 0.005, 0.1])
 
 
 def test_output_transforms_that_take_no_batch_are_named(tmp_path):
@@ -247,7 +257,7 @@ def test_limits_can_be_widened():
     wider = limits.widened()
     np.testing.assert_allclose(wider.low, [-1.2, -0.01, -np.inf])
     np.testing.assert_allclose(wider.high, [1.2, 0.01, 1.01])
-    np.testing.assert_allclose(wider.max_step, [0.75, 0.01, np.inf])
+    np.testing.assert_allclose(wider.max_step, [0.75, 0.005, np.inf])
     assert wider.on_violation == "stop"
     wider = limits.widened(0.5, 2.0, at_least=0.0)
     np.testing.assert_allclose(wider.high, [2, 0, 1])

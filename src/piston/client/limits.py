@@ -78,13 +78,15 @@ class Limits:
     def widened(self, margin: float = 0.1, steps: float = 1.5, at_least: float = 0.01) -> Limits:
         """Return wider limits. The defaults make limits of the ranges found in training data.
 
-        The range grows on each side by `margin` times its width, and the largest step by the factor
-        `steps`; both by `at_least`, so that a dimension that never moved in the data may move a
-        little (a hundredth of a radian, or a centimetre).
+        The range grows on each side by `margin` times its width, at least by `at_least` (0.01 rad,
+        1 cm), so that a dimension that never moved in the data may move a little. The largest step
+        grows by the factor `steps`, at least to half of that margin: some dimensions, such as a
+        gripper, keep one value per episode and have no steps in the data, but a policy does not
+        repeat a value exactly.
         """
         width = self.high - self.low
         more = np.maximum(np.where(np.isfinite(width), margin * width, 0.0), at_least)
-        max_step = np.maximum(steps * self.max_step, self.max_step + at_least)
+        max_step = np.maximum(steps * self.max_step, more / 2)
         return Limits(self.low - more, self.high + more, max_step, on_violation=self.on_violation)
 
     def as_metadata(self) -> dict[str, Any]:
