@@ -73,16 +73,12 @@ def resolve(location: str | os.PathLike[str], *, force: bool = False) -> Path:
     `force` downloads it again. Local paths are returned unchanged.
     """
     text = os.fspath(location)
-    match = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", text)
-    scheme = match[1].lower() if match else "file"
-    if scheme == "file":
-        url = urllib.parse.urlsplit(text if match else "")
-        if url.netloc not in ("", "localhost"):
-            raise ValueError(f"{text} names the host {url.netloc!r}; write file:///path.")
-        path = Path(urllib.request.url2pathname(url.path) if match else text).expanduser()
+    path = local_path(text)
+    if path is not None:
         if not path.exists():
             raise FileNotFoundError(f"{path.absolute()} does not exist (asked for: {text}).")
         return path
+    scheme = text.partition("://")[0].lower()
     if scheme not in SCHEMES:
         known = ", ".join(f"{name}://" for name in ("file", *SCHEMES))
         raise ValueError(f"Unknown scheme {scheme}:// in {text}. Known: a local path, {known}.")
@@ -100,6 +96,19 @@ def resolve(location: str | os.PathLike[str], *, force: bool = False) -> Path:
                     f"stopped. Without network, {_instructions(text, target)}"
                 ) from error
     return target
+
+
+def local_path(location: str) -> Path | None:
+    """Return the path of a location on this machine, a path or file://; None for any other one."""
+    match = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", location)
+    if match is None:
+        return Path(location).expanduser()
+    if match[1].lower() != "file":
+        return None
+    url = urllib.parse.urlsplit(location)
+    if url.netloc not in ("", "localhost"):
+        raise ValueError(f"{location} names the host {url.netloc!r}; write file:///path.")
+    return Path(urllib.request.url2pathname(url.path))
 
 
 def _parts(location: str) -> list[str]:

@@ -214,8 +214,9 @@ def test_overwrite_keeps_a_run_that_holds_an_input(tmp_path):
     with pytest.raises(ValueError, match=f"contains {last}, which is read"):
         train_loop(tiny(tmp_path, overwrite=True, weights=str(last)))
     (tmp_path / "link").symlink_to(last)
-    with pytest.raises(ValueError, match="contains .*link, which is read"):
-        train_loop(tiny(tmp_path, overwrite=True, weights=f"file://{tmp_path}/link"))
+    for place in ("file://{}/link", "FILE://localhost{}/link", "file://{}/%6Cink"):
+        with pytest.raises(ValueError, match="contains .*link, which is read"):
+            train_loop(tiny(tmp_path, overwrite=True, weights=place.format(tmp_path)))
     assert last.exists()
     assert sorted(path.name for path in last.parent.parent.iterdir()) == [".run.lock", "run"]
 

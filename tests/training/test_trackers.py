@@ -154,17 +154,20 @@ def test_runs_are_listed(tmp_path, capsys):
 
 def test_runs_that_are_damaged_are_listed_too(tmp_path, capsys, monkeypatch):
     good = train_loop(tiny(tmp_path, exp_name="good")).parent
-    for name in ("emptied", "[red]", "cut"):
+    for name in ("emptied", "changed", "[red]", "cut"):
         shutil.copytree(good, good.with_name(name))
     (tmp_path / "tiny" / "emptied" / "run.json").write_text("")
     with (tmp_path / "tiny" / "emptied" / "metrics.jsonl").open("ab") as file:
         file.write(b"\xff\xfe\n")
+        file.write(b'{"step": 6, "loss": "low"}\n')
+    (tmp_path / "tiny" / "changed" / "run.json").write_text('{"num_train_steps": ["6"]}')
     (tmp_path / "tiny" / "cut" / "5" / "model.safetensors").write_bytes(b"")
     monkeypatch.chdir(tmp_path)  # paths are short, and fit on their lines
     assert main(["runs", "."]) == 0
     shown = [line for line in capsys.readouterr().out.splitlines() if "│ tiny" in line]
     rows = {line.split("│")[2].strip(): line for line in shown}
-    assert rows.keys() == {"good", "emptied", "[red]", "cut"}
+    assert rows.keys() == {"good", "emptied", "changed", "[red]", "cut"}
+    assert "6 (run.json is damaged)" in rows["changed"]
     assert "6 of 6" in rows["good"]
     assert "6 (run.json is damaged)" in rows["emptied"]
     assert "emptied/5" in rows["emptied"]

@@ -17,6 +17,7 @@ import filelock
 import tyro
 
 from piston import presets, weights
+from piston.assets import local_path
 from piston.config import DataConfig, TrainConfig
 from piston.data.format import lerobot_home
 from piston.files import (
@@ -144,8 +145,8 @@ def _inputs(config: TrainConfig) -> list[Path]:
     data = config.data_config()
     sets = [name.split("#")[0] for name in (data.repo_id, *data.more_sets) if name]
     names = [*sets, *(lerobot_home() / name for name in sets), config.weights, data.assets_dir]
-    paths = [Path(str(name).removeprefix("file://")).expanduser() for name in names if name]
-    return [path for path in paths if path.exists()]
+    paths = [local_path(str(name)) for name in names if name]
+    return [path for path in paths if path is not None and path.exists()]
 
 
 def begin(run: Run, config: TrainConfig, processes: Processes) -> None:
@@ -225,12 +226,13 @@ def list_runs(base: Path) -> list[dict[str, Any]]:
         logged = [line for line in read_metrics(folder / METRICS) if "loss" in line]
         checkpoints = [folder / str(step) for step in reversed(saved_steps(folder))]
         whole = (one for one in checkpoints if find_damage(one, only_sizes=True) is None)
+        num_train_steps = _read_config(path).get("num_train_steps")
         runs.append(
             {
                 "preset": folder.parent.name,
                 "name": folder.name,
                 "folder": folder,
-                "num_train_steps": _read_config(path).get("num_train_steps"),
+                "num_train_steps": num_train_steps if type(num_train_steps) is int else None,
                 "step": logged[-1]["step"] if logged else None,
                 "loss": logged[-1]["loss"] if logged else None,
                 "checkpoint": next(whole, None),

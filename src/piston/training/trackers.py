@@ -167,7 +167,13 @@ def flat(metrics: Metrics) -> dict[str, float]:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return what was logged; lines that are cut off or damaged are left out."""
     lines = (line for _, line in read_json_lines(path))
-    return [line for line in lines if line and isinstance(line.get("step"), int)]
+    return [
+        line
+        for line in lines
+        if line
+        and isinstance(line.get("step"), int)
+        and isinstance(line.get("loss", 0.0), int | float)
+    ]
 
 
 def remove_metrics_after(path: Path, step: int) -> None:
