@@ -1,8 +1,11 @@
 """Who is let in, and that slow, dead, greedy or too many clients hold nobody back."""
 
+import dataclasses
+import re
 import socket
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -272,6 +275,16 @@ def test_tls_files_that_are_missing_or_wrong(certificate, tmp_path):
 )
 def test_which_hosts_are_for_this_machine_only(host, is_local):
     assert ServerConfig(host=host).is_local is is_local
+
+
+def test_the_documentation_has_the_right_defaults():
+    text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text("utf-8")
+    found = dict(re.findall(r"^\| `--([a-z-]+)` \| ([\d.]+) \|", text, re.MULTILINE))
+    defaults = {field.name: field.default for field in dataclasses.fields(ServerConfig)}
+    limits = [name for name in defaults if name.startswith("max_") or "timeout" in name]
+    assert {name.replace("-", "_") for name in found} == {*limits} - {"max_wait_ms"}
+    for name, value in found.items():
+        assert float(value) == defaults[name.replace("-", "_")], name
 
 
 def test_listening_says_for_whom(start, policy, caplog):
