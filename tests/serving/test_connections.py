@@ -1,5 +1,6 @@
 """Connections that say nothing, or only half of it, keep neither robots nor health checks out."""
 
+import asyncio
 import gc
 import os
 import signal
@@ -18,8 +19,8 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect as open_websocket
 
 from piston.client import Client, ServerError
-from piston.client.codec import pack
-from piston.serving import batching
+from piston.client.codec import pack, unpack
+from piston.serving import Server, ServerConfig, batching
 
 # Takes the limit of open files (0: as it is) and options of the server as `name=value`.
 SCRIPT = """
@@ -138,6 +139,27 @@ def test_a_robot_that_waits_for_its_answer_is_not_idle(start, policy, observe):
         policy.gate.set()
         asking.join(5)
     assert answers[0]["actions"].shape == (5, 4)
+
+
+def test_a_robot_that_waits_for_the_warm_up_is_not_idle(policy, observe):
+    warm = threading.Event()
+    server = Server(
+        policy, ServerConfig(port=0, max_connections=1, idle_timeout=0.1), warm_up=warm.wait
+    )
+    serving = threading.Thread(target=lambda: asyncio.run(server.run()))
+    serving.start()
+    while server.port == 0:
+        time.sleep(0.01)
+    with open_websocket(server.url) as robot:
+        time.sleep(0.2)
+        with pytest.raises(InvalidStatus, match="503"):
+            open_websocket(server.url)
+        warm.set()
+        robot.recv(timeout=5)
+        robot.send(pack(observe()))
+        assert "actions" in unpack(robot.recv(timeout=5))
+    server.stop()
+    serving.join(10)
 
 
 def slowest_health_check(port: int, scheme: str, count: int = 20) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -66,7 +67,8 @@ def run_serve(args: list[str]) -> None:
         if arguments.record is not None:
             served = RecordingPolicy(policy, arguments.record, arguments.record_fps or 10.0)
             stack.callback(served.close)
-            server = dataclasses.replace(server, max_connections=1)
+            # One robot, which keeps its connection however long it pauses.
+            server = dataclasses.replace(server, max_connections=1, idle_timeout=math.inf)
         finished = run_server(served, server, warm_up=policy.warm_up)
     if not finished:
         # A thread is still inside torch, which would abort an ordinary exit.

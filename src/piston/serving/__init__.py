@@ -1,6 +1,7 @@
 """A policy served to robots over websockets: `run_server(policy, ServerConfig(…))`."""
 
 from piston.serving.batching import Policy, PreparingPolicy
-from piston.serving.server import Server, ServerConfig, run_server, running_server
+from piston.serving.config import ServerConfig
+from piston.serving.server import Server, run_server, running_server
 
 __all__ = ["Policy", "PreparingPolicy", "Server", "ServerConfig", "run_server", "running_server"]

@@ -195,14 +195,15 @@ class Session:
         self._previous_total_ms: float | None = None
         self._has_warned = False
         self._num_unanswered = 0
-        self._last_active = time.monotonic()
+        # The server is not ready yet: its clients are waiting, not idle.
+        self._last_active = math.inf
         self._has_asked = False
         # Set when another robot needs the connection.
         self._dismissed = asyncio.Event()
 
     @property
     def idle_seconds(self) -> float:
-        """For how long the client has had no request under way."""
+        """For how long a client that could ask has had no request under way."""
         return 0.0 if self._num_unanswered else time.monotonic() - self._last_active
 
     @property
