@@ -86,6 +86,19 @@ def test_parameters_without_a_part_in_the_loss_are_kept_too():
     assert all(torch.is_tensor(tensors[f"optimizer/{name}/exp_avg"]) for name in used)
 
 
+def test_folders_with_numbers_that_are_no_checkpoints_are_not_deleted(tmp_path):
+    for name in ("1", "2024"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "notes.txt").write_text("precious")
+    trainer = make_trainer()
+    with CheckpointWriter(tiny(tmp_path, keep_last=1), tmp_path, ALONE, DataConfig()) as writer:
+        for step in (3, 5):
+            writer.save(trainer, step, {})
+        writer.finish()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2024", "5"]
+    assert (tmp_path / "1/notes.txt").read_text() == "precious"
+
+
 class _Harmful:
     """What a hostile file would hold: unpickling it creates a folder."""
 

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from piston import weights
 from piston.config import TRAIN_SECTION, DataConfig, TrainConfig
-from piston.files import find_damage, read_json, sync, write_json, write_manifest
+from piston.files import MANIFEST, find_damage, read_json, sync, write_json, write_manifest
 from piston.serialization import to_json
 from piston.training.distributed import Processes, whole
 from piston.training.step import Trainer
@@ -211,7 +211,12 @@ class CheckpointWriter:
         return None
 
     def _delete_old(self) -> None:
-        steps = saved_steps(self._folder)
+        # A folder that someone else put there, with a number for a name, is not a checkpoint.
+        steps = [
+            step
+            for step in saved_steps(self._folder)
+            if (self._folder / str(step) / MANIFEST).is_file()
+        ]
         period, newest = self._config.keep_period, steps[-self._config.keep_last :]
         for step in steps:
             if step in newest or (period is not None and step % period == 0):
