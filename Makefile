@@ -6,12 +6,15 @@ STAMP  := $(VENV)/.installed
 # The versions to install. `make test CONSTRAINTS=` takes the newest that pyproject.toml allows,
 # CONSTRAINTS=constraints-lowest.txt the oldest.
 CONSTRAINTS ?= constraints.txt
-PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS))
+PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
+# With LOCK=.ci/requirements.lock every package but torch must have one of the hashes in that file.
+# torch is not in it: which build one gets (CPU or CUDA) depends on the machine's package index.
+LOCK ?=
 
 # Compiled test files are kept, so that a second run starts at once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup test demo check bench stress clean
+.PHONY: help setup test demo check bench lock stress clean
 .DEFAULT_GOAL := help
 
 help:
@@ -24,10 +27,17 @@ help:
 setup: $(STAMP)
 
 # pip, not uv: the constraints select the CPU build of torch where one is offered.
-$(STAMP): pyproject.toml $(CONSTRAINTS)
+$(STAMP): pyproject.toml $(CONSTRAINTS) $(LOCK)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP_INSTALL) torch
-	$(PIP_INSTALL) --editable '.[dev]'
+ifeq ($(LOCK),)
+	$(PIP_INSTALL) $(addprefix --constraint ,$(CONSTRAINTS)) torch
+	$(PIP_INSTALL) $(addprefix --constraint ,$(CONSTRAINTS)) --editable '.[dev]'
+else
+	$(PIP_INSTALL) --require-hashes --no-deps --requirement $(LOCK)
+	$(PIP_INSTALL) --constraint constraints.txt torch
+	$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
+	$(BIN)/pip check
+endif
 	@touch $@
 
 # One thread per worker: more threads than cores make everything slower, not faster. A file's tests
@@ -51,7 +61,12 @@ bench: setup
 
 # Server processes are started as in the benchmarks.
 stress: setup
-	OMP_NUM_THREADS=1 PYTHONPATH=benchmarks $(BIN)/python tests/stress
+	OMP_NUM_THREADS=1 PYTHONPATH=benchmarks:. $(BIN)/python tests/stress
+
+# Writes the lock file anew, after a change of constraints.txt; needs uv.
+lock:
+	grep -v '^torch==' constraints.txt | uv pip compile --quiet --generate-hashes --no-deps \
+	    --universal --python-version 3.11 --no-header --no-annotate --output-file .ci/requirements.lock -
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

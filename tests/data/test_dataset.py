@@ -16,9 +16,10 @@ import pytest
 
 from piston.cli import main
 from piston.data import open_dataset
+from piston.data.columns import decode_image
 from piston.data.format import EpisodeError
 
-from .synthetic import FPS, Folder, decode_in_order, picture, write_video
+from .synthetic import FPS, Folder, decode_in_order, picture, png, write_video
 
 TOP, WRIST = "observation.images.top", "observation.images.wrist"
 VERSIONS = ("v2.0", "v2.1", "v3.0")
@@ -447,3 +448,17 @@ def test_closing_closes_the_files(tmp_path):
     dataset.close()
     assert len(list(opened.iterdir())) <= before - 2
     assert dataset[0]["index"] == 0
+
+
+def test_no_changed_byte_of_a_png_gives_another_picture(tmp_path):
+    noise = np.random.default_rng(0).integers(0, 256, (8, 8, 3), np.uint8)
+    data = png(noise)["bytes"]
+    np.testing.assert_array_equal(decode_image(data, tmp_path), noise)
+    errors = 0
+    for position in range(len(data)):
+        changed = data[:position] + bytes([data[position] ^ 16]) + data[position + 1 :]
+        try:
+            np.testing.assert_array_equal(decode_image(changed, tmp_path), noise)
+        except ValueError:
+            errors += 1
+    assert errors > len(data) - 16  # the end of the file says nothing about the picture

@@ -171,6 +171,7 @@ def test_wrong_totals_are_reported_and_not_used(tmp_path):
         ({"video_path": "videos/{video_key:d}.mp4"}, "video_path.*cannot be filled in"),
         ({"chunks_size": [1000]}, r"chunks_size is \[1000\]"),
         ({"chunks_size": -1}, "chunks_size is -1"),
+        ({"features": {"action": {"shape": [3]}}}, "info.json: feature 'action' has no dtype"),
     ],
 )
 def test_what_leaves_nothing_to_read_is_an_error(tmp_path, changes, message):

@@ -5,6 +5,7 @@ import functools
 import json
 import logging
 import os
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -511,3 +512,27 @@ def test_video_times_follow_fps(tmp_path: Path, fps: float) -> None:
     dataset = open_dataset(root)  # looks frames up by time, within 0.1 ms
     for index in (0, 17, 39, 40, 61, 79):
         assert abs(dataset[index][VIDEO].mean() - 6 * (index % 40)) < 3
+
+
+def test_the_checksums_of_data_files_are_compared(tmp_path: Path) -> None:
+    """A changed byte in the values costs the episode; it is never read as other numbers."""
+    root = tmp_path / "set"
+    with Recorder(root, FPS, FEATURES, codec="h264") as recorder:
+        for episode in range(2):
+            record(recorder, episode)
+    [path, _] = sorted(root.glob("data/*/*.parquet"))
+    data = path.read_bytes()
+    footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    generator = random.Random(0)
+    for _ in range(30):
+        changed = bytearray(data)
+        changed[generator.randrange(4, footer)] ^= 1 << generator.randrange(8)
+        path.write_bytes(changed)
+        dataset = open_dataset(root)
+        episodes = [episode.index for episode in dataset.episodes]
+        if 0 in episodes:  # a byte that says nothing about the values
+            for step in range(length_of(0)):
+                for key, value in numbers_of(0, step).items():
+                    np.testing.assert_array_equal(dataset[step][key], value)
+        assert 1 in episodes
+        dataset.close()

@@ -1,7 +1,7 @@
 """Try to break Piston for about ten minutes.
 
     make stress
-    PYTHONPATH=benchmarks python tests/stress --scale 0.1 fuzz     one part, in a tenth of its time
+    PYTHONPATH=benchmarks:. python tests/stress --scale 0.1 fuzz    one part, a tenth of its time
 
 Every part runs, also after one that failed; then one table is printed. The exit code is 1 if a line
 of it failed.
@@ -16,6 +16,7 @@ from typing import Annotated
 import tyro
 from rich.text import Text
 
+import files
 import serving
 from piston.cli import run_command
 from piston.cli.console import console, table
@@ -25,7 +26,7 @@ from rows import Part, Row
 
 logger = logging.getLogger(__name__)
 
-PARTS = [*serving.PARTS]
+PARTS = [*serving.PARTS, *files.PARTS]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import random
 
 import pytest
 import torch
@@ -142,3 +143,21 @@ def test_a_training_state_that_is_no_record_of_dcp(tmp_path, content, message):
     with pytest.raises(ValueError, match=message):
         restore(make_trainer(), tmp_path)
     assert vars(type(tmp_path)) == before
+
+
+def test_a_damaged_description_of_a_state_is_an_error_that_names_it(tmp_path):
+    with CheckpointWriter(tiny(tmp_path), tmp_path, ALONE, DataConfig()) as writer:
+        writer.save(make_trainer(), 0, {})
+        writer.finish()
+    path, generator = tmp_path / "0" / "train_state" / ".metadata", random.Random(0)
+    data, trainer, errors = path.read_bytes(), make_trainer(), []
+    for _ in range(60):
+        changed = bytearray(data)
+        changed[generator.randrange(len(data))] ^= 1 << generator.randrange(8)
+        path.write_bytes(changed)
+        try:
+            restore(trainer, tmp_path / "0")
+        except ValueError as error:
+            errors.append(str(error))
+    assert len(errors) > 30  # a changed bit may also do nothing
+    assert all(str(tmp_path / "0") in error for error in errors)

@@ -64,7 +64,7 @@ def _read_file(found: DataRows, metadata: Metadata, path: str, episodes: Sequenc
     if not (metadata.root / path).is_file():
         return
     try:
-        with pq.ParquetFile(metadata.root / path) as file:
+        with pq.ParquetFile(metadata.root / path, page_checksum_verification=True) as file:
             names = file.schema_arrow.names
             declared = {key for key, feature in features.items() if not feature.is_camera}
             keys = [key for key in names if key in declared or key in DERIVED]
@@ -220,7 +220,8 @@ class ImageRows:
                 self._groups[name] = self._groups.pop(name)  # now the most recently used
                 return self._groups[name]
         # A file object of its own, since two threads must not use the same one.
-        with pq.ParquetFile(self._root / path, metadata=footer) as file:
+        options = {"metadata": footer, "page_checksum_verification": True}
+        with pq.ParquetFile(self._root / path, **options) as file:
             column = file.read_row_group(group, columns=[key], use_threads=False)[key]
         with self._lock:
             self._groups[name] = column
@@ -252,6 +253,8 @@ def image_bytes(cell: Any, root: Path) -> bytes:
 def decode_image(cell: Any, root: Path) -> UInt8[np.ndarray, "h w 3"]:
     data = image_bytes(cell, root)
     try:
+        with PIL.Image.open(io.BytesIO(data)) as image:
+            image.verify()  # compares the checksums of a PNG, which decoding does not
         with PIL.Image.open(io.BytesIO(data)) as image:
             if image.mode not in _IMAGE_MODES:
                 raise ValueError(f"the image has mode {image.mode}; expected 8-bit RGB")

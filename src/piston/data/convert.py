@@ -264,7 +264,8 @@ def _columns(dataset: LeRobotDataset, features: Features) -> dict[str, Any]:
     }
     if keys := keys_of(features, "image"):
         try:
-            table = pq.read_table(root / episode.data_path, columns=keys)
+            path = root / episode.data_path
+            table = pq.read_table(path, columns=keys, page_checksum_verification=True)
         except (pa.ArrowException, OSError) as error:
             raise ValueError(f"{root / episode.data_path} cannot be read: {error}") from None
         for key in keys:

@@ -448,7 +448,7 @@ class _MetaReader:
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[int, Row | None]]:
-    with pq.ParquetFile(path) as file:
+    with pq.ParquetFile(path, page_checksum_verification=True) as file:
         # Statistics are most of the table of episodes, and are not needed to read the data.
         names = [name for name in file.schema_arrow.names if not name.startswith("stats/")]
         return enumerate(file.read(columns=names).to_pylist())
@@ -473,6 +473,10 @@ def read_info(root: Path) -> Row:
         raise ValueError(f"{path}: fps is {fps!r}; expected frames per second, e.g. 30.")
     if not isinstance(chunk, int) or chunk < 1:
         raise ValueError(f"{path}: chunks_size is {chunk!r}; expected files per folder, e.g. 1000.")
+    try:
+        read_features(info)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     return info
 
 

@@ -162,11 +162,11 @@ class DatasetWriter:
     def _load(self) -> None:
         """Read the state of the set from disk, and remove files of an unfinished episode."""
         paths = sorted((self.root / "meta/episodes").glob("*/*.parquet"))
-        tables = [pq.read_table(path) for path in paths]
+        tables = [pq.read_table(path, page_checksum_verification=True) for path in paths]
         self.tasks: dict[str, int] = {}
         if paths:
             self._continue_rows(tables[-1], paths[-1])
-            tasks = pq.read_table(self.root / TASKS)
+            tasks = pq.read_table(self.root / TASKS, page_checksum_verification=True)
             # pandas keeps the texts as the index, under its own name if that has none.
             [text] = (name for name in tasks.column_names if name != "task_index")
             numbered = sorted(zip(tasks["task_index"].to_pylist(), tasks[text].to_pylist()))
@@ -355,9 +355,10 @@ class DatasetWriter:
 
 
 def write_table(table: pa.Table, path: Path) -> None:
-    """Write one row group, completely or not at all."""
+    """Write one row group with checksums, completely or not at all."""
+    rows = max(len(table), 1)
     with atomic_file(path) as temporary:
-        pq.write_table(table, temporary, row_group_size=max(len(table), 1))
+        pq.write_table(table, temporary, row_group_size=rows, write_page_checksum=True)
 
 
 def _plain_stats(stats: EpisodeStats) -> dict[str, dict[str, Any]]:

@@ -11,6 +11,7 @@ deleted is renamed first. A damaged checkpoint is skipped with a warning, never 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -18,7 +19,7 @@ import pickle
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
@@ -281,11 +282,12 @@ def warn_of_other_statistics(folder: Path, pipeline: DataConfig) -> None:
 def restore(trainer: Trainer, folder: Path) -> Any:
     """Load a checkpoint into the trainer in place and return the loop's saved progress."""
     reader = _StateReader(folder / _STATE)
-    saved = {
-        name: tuple(entry.size)
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
+    with _damage_named(folder / _STATE):
+        saved = {
+            name: tuple(entry.size)
+            for name, entry in reader.read_metadata().state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
     for name, parameter in trainer.parameters.items():
         if f"optimizer/{name}/step" in saved:
             state = trainer.optimizer.state[parameter]
@@ -300,13 +302,29 @@ def restore(trainer: Trainer, folder: Path) -> Any:
     ]
     if differing:
         raise ValueError(
-            f"The checkpoint belongs to another run: {len(differing)} tensors differ, such as "
+            f"{folder} belongs to another run: {len(differing)} tensors differ, such as "
             f"{'; '.join(differing[:4])}. Resume with the same model, --freeze and --ema-decay, or "
             "start a new run with --weights."
         )
     group = _process_group(trainer.config, trainer.processes)
-    dcp.load(tensors, storage_reader=reader, **group)
+    with _damage_named(folder / _STATE):
+        dcp.load(tensors, storage_reader=reader, **group)
     return read_json(folder / _STATE / _PROGRESS)
+
+
+@contextlib.contextmanager
+def _damage_named(folder: Path) -> Iterator[None]:
+    """Raise ValueError for whatever reading a damaged state leads to."""
+    try:
+        yield
+    except (Exception, CheckpointException) as failure:
+        error = _cause(failure)
+        if error is failure and str(folder) in str(error):
+            raise
+        raise ValueError(
+            f"{folder} cannot be read: {type(error).__name__}: {error}. If it is damaged, delete "
+            "this checkpoint to resume from the one before."
+        ) from failure
 
 
 class _StateReader(dcp.FileSystemReader):
