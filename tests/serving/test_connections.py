@@ -201,6 +201,24 @@ def test_half_handshakes_do_not_keep_health_checks_out(launch, certificate, begi
     assert process.wait(10) == 0
 
 
+def test_failed_tls_handshakes_are_counted_no_longer(start, policy, observe, certificate):
+    server = start(policy, tls_certificate=certificate[0], tls_key=certificate[1])
+    for begin in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00"):
+        with socket.create_connection(("127.0.0.1", server.port)) as raw:
+            raw.sendall(begin)
+            time.sleep(0.05)
+    # This client does not trust the certificate.
+    with pytest.raises(ssl.SSLError):
+        open_websocket(server.url)
+    with Client(server.url, ca_file=certificate[0]) as client:
+        assert client.infer(observe())["actions"].shape == (5, 4)
+        assert len(server._sessions) == 1
+    deadline = time.monotonic() + 5
+    while server._sessions or len(server._handshakes):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_a_limit_of_open_files_that_is_too_small_is_an_error(launch):
     process, _ = launch(100, "max_connections=64")
     assert process.wait(5) != 0

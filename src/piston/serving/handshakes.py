@@ -111,7 +111,7 @@ class _CountedConnection(ServerConnection):
             return
         finally:
             self._tls_handshake = None
-        if transport is not None:
+        if transport is not None and not transport.is_closing():
             super().connection_made(transport)
 
     def connection_lost(self, error: Exception | None) -> None:
