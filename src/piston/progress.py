@@ -142,7 +142,8 @@ class ProgressBar:
         parts = [amount if self._unit == BYTES else f"{amount} {self._unit}"]
         here = self._done - self._before
         if self._total is not None and here > 0:
-            seconds = (now - self._begun) / here * (self._total - self._done)
+            # A total that is an estimate may be exceeded.
+            seconds = (now - self._begun) / here * max(0, self._total - self._done)
             parts.append(f"{datetime.timedelta(seconds=round(seconds))} left")
         return ", ".join([*parts, note] if note else parts)
 

@@ -1,5 +1,6 @@
 """Every benchmark runs at a small size. What it measures is not looked at."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+STRESS = Path(__file__).parents[1] / "stress"
 RUNS = {
     "stats.py --frames 2000 --horizon 5": ("1 thread:", "frames/s"),
     "serve.py --seconds 0.5 --clients 3 --max-batch 3 --round-trips 5 --preset pi0_libero "
@@ -53,3 +55,12 @@ def test_errors_are_one_message():
     assert result.returncode == 1
     assert result.stderr.startswith("error: ")
     assert "Traceback" not in result.stderr
+
+
+def test_stress_runs():
+    command = [sys.executable, STRESS, "--scale", "0.02", "fuzz"]
+    path = os.pathsep.join([str(BENCHMARKS), str(BENCHMARKS.parent), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "damaged messages: a reply to each" in result.stdout
