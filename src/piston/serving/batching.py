@@ -62,7 +62,7 @@ class Busy(RuntimeError):
 
 
 def drop_frames(error: BaseException) -> None:
-    """Drop the tracebacks of an error and of its causes, which has been reported.
+    """Drop the tracebacks of an error and of its causes; call this when it has been reported.
 
     Their frames hold requests, and they refer to each other: without this, 30 MB might stay in
     memory until the garbage collector runs.

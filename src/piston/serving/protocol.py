@@ -207,8 +207,8 @@ class Session:
         return 0.0 if self._num_unanswered else time.monotonic() - self._last_active
 
     @property
-    def importance(self) -> tuple[bool, float]:
-        """A client that has never asked comes before, and one idle for longer before others."""
+    def dismissal_order(self) -> tuple[bool, float]:
+        """The smallest is dismissed first: clients that have never asked, then the longest idle."""
         return self._has_asked, -self.idle_seconds
 
     def dismiss(self) -> ServerConnection:
@@ -239,8 +239,8 @@ class Session:
     async def _read(self, metadata: bytes, ready: asyncio.Event) -> None:
         await ready.wait()
         with contextlib.suppress(ConnectionClosed):
-            await self.connection.send(metadata)
             self._last_active = time.monotonic()
+            await self.connection.send(metadata)
             while True:
                 await self._accept(await self.connection.recv())
 

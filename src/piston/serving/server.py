@@ -276,9 +276,9 @@ class Server:
     def _has_room(self) -> bool:
         """Whether a new connection is within the limit, or an idle one can be closed for it."""
         is_full = len(self._sessions) >= self._config.max_connections
-        return not is_full or self._least_important() is not None
+        return not is_full or self._first_to_dismiss() is not None
 
-    def _least_important(self) -> asyncio.Task[Any] | None:
+    def _first_to_dismiss(self) -> asyncio.Task[Any] | None:
         """Return the task of the session that is closed when another robot needs its place."""
         limit = self._config.idle_timeout
         idle = {
@@ -286,7 +286,7 @@ class Server:
             for task, session in self._sessions.items()
             if session.idle_seconds >= limit
         }
-        return min(idle, key=lambda task: idle[task].importance, default=None)
+        return min(idle, key=lambda task: idle[task].dismissal_order, default=None)
 
     async def _serve(self, connection: ServerConnection) -> None:
         # Several connections may have passed `_process_request` together.
@@ -294,7 +294,7 @@ class Server:
             await connection.close(CloseCode.TRY_AGAIN_LATER, "no more connections are accepted")
             return
         if len(self._sessions) >= self._config.max_connections:
-            idle = self._least_important()
+            idle = self._first_to_dismiss()
             assert idle is not None
             dismissed = self._sessions.pop(idle).dismiss()
             self._handshakes.begin(dismissed, dismissed.transport)
