@@ -17,6 +17,8 @@ import tyro
 from rich.text import Text
 
 import files
+import hostile
+import kills
 import serving
 from piston.cli import run_command
 from piston.cli.console import console, table
@@ -26,7 +28,7 @@ from rows import Part, Row
 
 logger = logging.getLogger(__name__)
 
-PARTS = [*serving.PARTS, *files.PARTS]
+PARTS = [*serving.PARTS, *kills.PARTS, *files.PARTS, *hostile.PARTS]
 
 
 @dataclasses.dataclass(frozen=True)
