@@ -324,8 +324,10 @@ def test_a_set_that_the_source_links_to_is_not_replaced(source: Path, tmp_path: 
     assert check_set(source) == 5
 
 
-@pytest.mark.parametrize("value", [None, "x", [], [[[1e30]]] * 3, [[[0.5]], [[0.5]]], {"a": 1}])
-@pytest.mark.parametrize("name", ["mean", "count"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("mean", "x"), ("mean", [[[1e30]]] * 3), ("mean", [[[0.5]]] * 2), ("count", {})],
+)
 def test_image_statistics_that_are_not_usable_are_computed_again(
     source: Path, tmp_path: Path, name: str, value: Any
 ) -> None:
