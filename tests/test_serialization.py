@@ -172,3 +172,16 @@ def test_types_inside_containers_are_kept_or_refused():
 def test_a_missing_required_field_is_named():
     with pytest.raises(ValueError, match="not a valid Mixed.*pair"):
         from_json({"type": f"{__name__}:Mixed"})
+
+
+def test_fields_of_0_1_0_are_read_by_their_old_names():
+    config = dataclasses.replace(presets.get("pi0_libero"), exp_name="x", allow_missing=("*lora*",))
+    data = dataclasses.replace(config.data, extra_datasets=("a/b",))
+    config = dataclasses.replace(config, data=data)
+    written = to_json(config)
+    written["may_be_new"] = written.pop("allow_missing")
+    written["data"]["more_sets"] = written["data"].pop("extra_datasets")
+    assert from_json(written) == config
+    written["allow_missing"] = []
+    with pytest.raises(ValueError, match="does not know: may_be_new"):
+        from_json(written)

@@ -48,6 +48,9 @@ _NAMES_OF_0_1_0 = {
     "piston.transforms.keys:RepackTransform": "repack",
 }
 
+# Fields that 0.1.0 knew by another name.
+RENAMED_FIELDS = {"may_be_new": "allow_missing", "more_sets": "extra_datasets"}
+
 Class = TypeVar("Class", bound=type)
 
 
@@ -167,6 +170,9 @@ def _read_dataclass(data: dict[str, Any], where: str) -> Any:
         )
     hints = typing.get_type_hints(cls)
     names = {field.name for field in dataclasses.fields(cls) if field.init}
+    for old, new in RENAMED_FIELDS.items():
+        if old in data.keys() - names and new in names - data.keys():
+            data = {new if key == old else key: value for key, value in data.items()}
     if unknown := sorted(data.keys() - names - {_TYPE}):
         raise ValueError(
             f"{where} has fields that {cls.__name__} does not know: {', '.join(unknown)}. "

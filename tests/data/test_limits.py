@@ -62,7 +62,7 @@ def test_several_sets_have_the_limits_of_all(tmp_path):
     far.rewrite(0, action=rows)
     Folder(tmp_path / "near", "v3.0", lengths=(12, 9), cameras=IMAGES)
     config = data_config(tmp_path / "near", data_transforms=DELTA)
-    config = dataclasses.replace(config, more_sets=(str(tmp_path / "far"),))
+    config = dataclasses.replace(config, extra_datasets=(str(tmp_path / "far"),))
     found = action_limits(open_sources(config, MODEL), config)
     np.testing.assert_allclose(found.low, -50 - 0.1 * (170.0 + np.array([0, 0.1, 0.2])), rtol=1e-5)
     np.testing.assert_allclose(found.max_step, 1.5 * 17)

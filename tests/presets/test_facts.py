@@ -16,8 +16,9 @@ from piston.transforms.actions import make_bool_mask
 FACTS = json.loads((Path(__file__).parents[1] / "reference" / "presets.json").read_text())
 NAMES = [name for name in FACTS if not name.startswith("paligemma_")]
 
-# Tracking and framework switches have no counterpart here.
+# Tracking and framework switches have no counterpart here. No preset here deletes a run by itself.
 ASIDE = {
+    "overwrite",
     "__type__", "project_name", "wandb_enabled", "fsdp_devices",
     "pytorch_weight_path", "pytorch_training_precision",
 }  # fmt: skip

@@ -124,7 +124,7 @@ def test_an_old_checkpoint_has_none_and_the_robot_says_so(caplog):
 def test_the_limits_of_several_sets_are_those_of_all(tmp_path, data):
     record(tmp_path / "more", episodes=1, frames=3)
     spoil(tmp_path / "more", "actions", 1, [50.0] * 7)
-    several = dataclasses.replace(data["data"], more_sets=(str(tmp_path / "more"),))
+    several = dataclasses.replace(data["data"], extra_datasets=(str(tmp_path / "more"),))
     last = train_loop(tiny(tmp_path, **{**data, "data": several}, num_train_steps=2))
     found = piston.load_policy(last).metadata["action_limits"]
     assert (np.array(found["high"]) > 54).all()

@@ -11,11 +11,25 @@ from piston.training.checkpoint import saved_steps
 from .running import losses
 
 
-def test_resume_wins_over_a_preset_that_overwrites():
-    assert presets.get("debug").overwrite
-    config = parse(["debug", "--exp-name", "try", "--resume"])
-    assert (config.resume, config.overwrite) == (True, False)
-    assert parse(["debug"]).overwrite
+def test_no_preset_replaces_an_earlier_run(tmp_path, capsys):
+    assert [name for name in presets.names() if presets.get(name).overwrite] == []
+    words = ["train", "debug", "--checkpoint-base-dir", str(tmp_path)]
+    (tmp_path / "debug" / "debug" / "9").mkdir(parents=True)
+    assert cli.main(words) == 1
+    assert "exists already. Give --resume" in capsys.readouterr().err
+    assert (tmp_path / "debug" / "debug" / "9").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--may-be-new", "*lora*"], "may-be-new of version 0.1.0 is named allow-missing now"),
+        (["--data.more-sets=a/b"], "more-sets of version 0.1.0 is named extra-datasets now"),
+    ],
+)
+def test_a_renamed_option_says_its_new_name(words, message):
+    with pytest.raises(ValueError, match=message):
+        parse(["pi0_libero", "--exp-name", "x", *words])
 
 
 def test_resume_beside_overwrite_is_a_contradiction(capsys):

@@ -39,7 +39,7 @@ def first(folder):
 
 
 def together(first, *others, shares=()):
-    sets = {"more_sets": tuple(map(str, others)), "set_shares": tuple(shares)}
+    sets = {"extra_datasets": tuple(map(str, others)), "set_shares": tuple(shares)}
     return {**first, "data": dataclasses.replace(first["data"], **sets)}
 
 
@@ -199,7 +199,7 @@ def test_a_damaged_frame_says_how_to_leave_its_episode_out(tmp_path, folder, fir
         with pytest.raises(EpisodeError, match="episode 1, frame 3, image") as found:
             train_loop(tiny(tmp_path, **data, **options, num_train_steps=16, overwrite=True))
         advice = "\n".join(found.value.__notes__)
-        assert f"'{tmp_path}/torn#0:2,!1' in --data.more-sets" in advice
+        assert f"'{tmp_path}/torn#0:2,!1' in --data.extra-datasets" in advice
         assert "--data.episodes" not in advice
     data = together(first, folder / "mugs", f"{tmp_path}/torn#0:2,!1")
     train_loop(tiny(tmp_path, **data, num_train_steps=16, overwrite=True))
@@ -211,7 +211,7 @@ def test_what_is_wrong_with_another_set_names_it(tmp_path, folder, first):
     data = together(first, folder / "mugs", tmp_path / "spoilt")
     with pytest.raises(ValueError, match=rf"of {tmp_path}/spoilt .*episode 1 \(frame 3\)") as found:
         train_loop(tiny(tmp_path, **data))
-    assert f"'{tmp_path}/spoilt#!1' in --data.more-sets" in str(found.value)
+    assert f"'{tmp_path}/spoilt#!1' in --data.extra-datasets" in str(found.value)
     data = together(first, folder / "mugs", f"{tmp_path}/spoilt#!1")
     train_loop(tiny(tmp_path, **data))
 
@@ -246,18 +246,18 @@ def test_sets_that_call_things_by_other_names_are_told_of(tmp_path, first, caplo
 
 
 def test_random_samples_have_no_further_sets(tmp_path):
-    data = dataclasses.replace(tiny(tmp_path).data, more_sets=("a/b",))
-    with pytest.raises(ValueError, match="--data.more-sets need a data set"):
+    data = dataclasses.replace(tiny(tmp_path).data, extra_datasets=("a/b",))
+    with pytest.raises(ValueError, match="--data.extra-datasets need a data set"):
         train_loop(tiny(tmp_path, data=data))
 
 
 def test_missing_statistics_name_the_command_for_all_sets(tmp_path):
     words = ["pi0_libero", "--exp-name", "x", "--assets-base-dir", str(tmp_path), "--weights", "x"]
-    config = parse([*words, "--data.more-sets", "a/b", "c/d#!7"])
+    config = parse([*words, "--data.extra-datasets", "a/b", "c/d#!7"])
     data = dataclasses.replace(config.data, assets=AssetsConfig())
     with pytest.raises(FileNotFoundError, match="piston stats pi0_libero") as missing:
         train_loop(dataclasses.replace(config, data=data))
-    assert "--data.more-sets a/b 'c/d#!7'" in str(missing.value)
+    assert "--data.extra-datasets a/b 'c/d#!7'" in str(missing.value)
 
 
 def test_a_choice_that_is_not_there_names_its_set(tmp_path, folder, first):
@@ -277,33 +277,33 @@ def test_a_choice_that_is_not_there_names_its_set(tmp_path, folder, first):
     ],
 )
 def test_a_set_may_have_a_choice_behind_it(text, expected):
-    _, other = DataConfig(repo_id="x", more_sets=(text,)).each_set()
+    _, other = DataConfig(repo_id="x", extra_datasets=(text,)).each_set()
     assert (other.repo_id, other.episodes) == expected
 
 
 @pytest.mark.parametrize("text", ["", "#0:3"])
 def test_a_set_without_a_name_is_refused(text):
     with pytest.raises(ValueError, match="names no data set"):
-        DataConfig(repo_id="x", more_sets=(text,)).each_set()
+        DataConfig(repo_id="x", extra_datasets=(text,)).each_set()
 
 
 def test_advice_for_a_run_of_several_sets():
-    pipeline = DataConfig(repo_id="x", episodes="0:9", more_sets=("a/b", "c/d#1:4"))
+    pipeline = DataConfig(repo_id="x", episodes="0:9", extra_datasets=("a/b", "c/d#1:4"))
     assert leave_out(pipeline, ["N"]) == (
-        "--data.episodes '0:9,!N', or of another set 'SET#!N' in --data.more-sets"
+        "--data.episodes '0:9,!N', or of another set 'SET#!N' in --data.extra-datasets"
     )
     options = [leave_out(one, [2]) for one in pipeline.each_set()]
     assert options == [
         "--data.episodes '0:9,!2'",
-        "'a/b#!2' in --data.more-sets",
-        "'c/d#1:4,!2' in --data.more-sets",
+        "'a/b#!2' in --data.extra-datasets",
+        "'c/d#1:4,!2' in --data.extra-datasets",
     ]
 
 
 @pytest.mark.parametrize(
     ("shares", "message"),
     [
-        ([1], "gives 1 of the 2 shares"),
+        ([1], "has 1 of 2 numbers"),
         ([1, 0], "each must be above 0"),
         ([1, float("inf")], "each must be above 0"),
     ],
@@ -324,14 +324,17 @@ def test_statistics_are_of_all_sets(tmp_path, folder):
         return read_norm_stats(tmp_path / "found")["state"].mean
 
     cups, mugs = mean(), mean("--data.repo-id", str(folder / "mugs"))
-    both = mean("--data.more-sets", str(folder / "mugs"))
+    both = mean("--data.extra-datasets", str(folder / "mugs"))
     np.testing.assert_allclose(both, (4 * cups + 2 * mugs) / 6, atol=1e-6)
-    some = mean("--data.more-sets", f"{folder / 'mugs'}#0", f"{folder / 'mugs'}#1")
+    some = mean("--data.extra-datasets", f"{folder / 'mugs'}#0", f"{folder / 'mugs'}#1")
     np.testing.assert_allclose(some, both, atol=1e-6)
 
 
 def test_the_command_line_takes_sets_and_shares():
-    sets, shares = ("--data.more-sets", "a/b", "c/d#!7"), ("--data.set-shares", "2", "1", "0.5")
+    sets, shares = (
+        ("--data.extra-datasets", "a/b", "c/d#!7"),
+        ("--data.set-shares", "2", "1", "0.5"),
+    )
     words = ["pi0_libero", "--exp-name", "x", *sets, *shares]
     pipeline = parse(words).data_config()
     assert [(one.repo_id, one.episodes) for one in pipeline.each_set()[1:]] == [

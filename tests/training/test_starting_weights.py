@@ -58,7 +58,7 @@ def test_new_parameters_have_to_be_listed(tmp_path):
     changes = {"model": LORA, "weights": str(base), "freeze": ("vision.*", "vlm.*", "!*lora*")}
     with pytest.raises(ValueError, match="lora_a"):
         train_loop(tiny(tmp_path, **changes))
-    last = train_loop(tiny(tmp_path, **changes, may_be_new=("*lora*",)))
+    last = train_loop(tiny(tmp_path, **changes, allow_missing=("*lora*",)))
     before, after = weights.load_model(base).state_dict(), weights.load_model(last).state_dict()
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved

@@ -167,15 +167,15 @@ def test_a_file_that_is_cut_while_it_is_read_never_gives_half_a_model(tmp_path, 
 
 
 @pytest.mark.parametrize("on_meta", [True, False])
-def test_adapters_may_be_new(tmp_path, tiny, tiny_state, on_meta):
+def test_missing_adapters_are_allowed_by_pattern(tmp_path, tiny, tiny_state, on_meta):
     state = tiny_state("pi0")
     save_model(state, tiny["pi0"], tmp_path)
     config = tiny["pi0_lora"]
-    with pytest.raises(MismatchError, match=r"--may-be-new '\*\.lora_\?'"):
+    with pytest.raises(MismatchError, match=r"--allow-missing '\*\.lora_\?'"):
         load_model(tmp_path, config)
     torch.manual_seed(1)
     model = (build_on_meta if on_meta else build_model)(config)
-    new = load_into(model, open_checkpoint(tmp_path, config), may_be_new=("*.lora_?",))
+    new = load_into(model, open_checkpoint(tmp_path, config), allow_missing=("*.lora_?",))
     assert set(new) == model.state_dict().keys() - state.keys()
     for name, tensor in model.state_dict().items():
         if name in state:
@@ -185,14 +185,14 @@ def test_adapters_may_be_new(tmp_path, tiny, tiny_state, on_meta):
         else:
             assert 0.3 < tensor.std() * tensor.shape[-1] ** 0.5 < 2.0  # as constructed
     with pytest.raises(MismatchError, match="missing"):
-        load_model(tmp_path, config, may_be_new=("vlm.*.lora_?",))
+        load_model(tmp_path, config, allow_missing=("vlm.*.lora_?",))
 
 
 @pytest.mark.parametrize("patterns", [("*.lroa_?",), ("*.lora_?", "vml.*")])
 def test_a_pattern_that_matches_no_tensor_is_refused(tmp_path, tiny, tiny_state, patterns):
     save_model(tiny_state("pi0"), tiny["pi0"], tmp_path)
     with pytest.raises(ValueError, match=r"matches no parameter.*vision\."):
-        load_model(tmp_path, tiny["pi0_lora"], may_be_new=patterns)
+        load_model(tmp_path, tiny["pi0_lora"], allow_missing=patterns)
 
 
 def test_every_parameter_can_start_fresh_on_meta(tmp_path, tiny, tiny_state):
@@ -202,7 +202,7 @@ def test_every_parameter_can_start_fresh_on_meta(tmp_path, tiny, tiny_state):
     kept = {"vlm.norm.scale": state["vlm.norm.scale"]}
     safetensors.torch.save_file(kept, tmp_path / "model.safetensors")
     torch.manual_seed(0)
-    fresh = load_model(tmp_path, may_be_new=("*",)).state_dict()
+    fresh = load_model(tmp_path, allow_missing=("*",)).state_dict()
     constructed = build_model(tiny["pi05"]).state_dict()
     for name in fresh.keys() - kept.keys():
         assert fresh[name].dtype == constructed[name].dtype

@@ -11,6 +11,7 @@ import inspect
 import logging
 import math
 import os
+import re
 import shlex
 import sys
 import time
@@ -41,6 +42,7 @@ from piston.data.format import dimension_names
 from piston.data.pipeline import keys_used, open_sources
 from piston.data.statistics import KeyStatistics, TransformedColumns, compute_statistics
 from piston.progress import ProgressBar
+from piston.serialization import RENAMED_FIELDS
 from piston.transforms.normalize import constant_dimensions, write_norm_stats
 
 SCHEDULES: dict[str, type[LRSchedule]] = {
@@ -78,16 +80,9 @@ def run_train(args: list[str]) -> int:
 
 
 def parse(args: Sequence[str]) -> TrainConfig:
-    """Return a preset with overrides of any of its fields: `pi0_aloha --model.action-horizon 10`.
-
-    With --resume a preset that overwrites earlier runs does not; --overwrite beside it is an error.
-    """
-
-    def make(preset: TrainConfig) -> TrainConfig:
-        return dataclasses.replace(preset, overwrite=preset.overwrite and "--resume" not in args)
-
+    """Return a preset with overrides of any of its fields: `pi0_aloha --batch-size 10`."""
     description = "Train a preset's model on a data set, from the start or with --resume."
-    return _parse("piston train", description, args, make)
+    return _parse("piston train", description, args, lambda preset: preset)
 
 
 def _parse(
@@ -98,6 +93,10 @@ def _parse(
     tyro gets only the preset that is named, or all of them for the help: it would look through all
     for an explanation of an error, which takes seconds, and not suggest the nearest name.
     """
+    for old, new in RENAMED_FIELDS.items():
+        flag, now = old.replace("_", "-"), new.replace("_", "-")
+        if any(re.fullmatch(rf"--(data\.)?{flag}(=.*)?", word.replace("_", "-")) for word in args):
+            raise ValueError(f"The option {flag} of version 0.1.0 is named {now} now.")
     first = next(iter(args), "-")
     choices = {}
     for name in presets.names() if first.startswith("-") else [first]:

@@ -107,7 +107,7 @@ class AdamW:
     b2: float = 0.95
     # Added to the denominator.
     eps: float = 1e-8
-    # Decoupled weight decay. Not zero, as in the reference.
+    # Decoupled weight decay. Not zero, as in openpi.
     weight_decay: float = 1e-10
     # Gradients whose global norm is larger are scaled down to it.
     clip_gradient_norm: float = 1.0
@@ -147,7 +147,7 @@ class TrainConfig:
     # The checkpoint to start from (any known format); None: random weights.
     weights: str | None = None
     # Patterns of our parameter names that the checkpoint may lack, e.g. "*lora*".
-    may_be_new: tuple[str, ...] = ()
+    allow_missing: tuple[str, ...] = ()
     # Patterns of parameter names that do not train; "!" makes an exception, e.g. vlm.* !*lora*
     freeze: tuple[str, ...] = ()
     # The learning rate over the steps; `piston train --lr-schedule rsqrt` chooses another kind.
@@ -158,7 +158,7 @@ class TrainConfig:
     ema_decay: float | None = 0.99
     # Random crops, rotations and colours of the images (never for π0-FAST).
     augmentation: bool = True
-    # Draws of noise and time that share one pass over images and prompt.
+    # Samples of noise and time per data sample; they share one pass over images and prompt.
     noise_draws: int = 1
     # This many frames at the start of every episode are drawn `start_weight` times as often: there
     # the robot does not yet cover what it has to see. 0: none.
@@ -231,8 +231,8 @@ class TrainConfig:
                 "--resume continues a run and --overwrite deletes it: they contradict each other. "
                 "Leave one out (--no-overwrite if the preset sets it)."
             )
-        if self.may_be_new and self.weights is None:
-            raise ValueError("--may-be-new lists exceptions to --weights, which is not given.")
+        if self.allow_missing and self.weights is None:
+            raise ValueError("--allow-missing lists exceptions to --weights, which is not given.")
         if (self.start_frames > 0) != (self.start_weight > 1):
             raise ValueError(
                 f"--start-frames is {self.start_frames}, --start-weight {self.start_weight}: one "

@@ -59,7 +59,7 @@ class _DataOptions:
     # Which of its episodes: 0:50 or 3,7,9-12, without some: !7; None: all.
     episodes: str | None = None
     # Further data sets of the same robot to train on as well; of some episodes: folder#0:50
-    more_sets: tuple[str, ...] = ()
+    extra_datasets: tuple[str, ...] = ()
     # How often each set is drawn, the first one first, e.g. 2 1; by default by its frames.
     set_shares: tuple[float, ...] = ()
     # The prompt is the text of the frame's task in the data set.
@@ -99,10 +99,11 @@ class DataConfig(_DataOptions):
     def __post_init__(self) -> None:
         if self.norm_floor < 0:
             raise ValueError(f"--data.norm-floor is {self.norm_floor}; expected at least 0.")
-        if self.set_shares and len(self.set_shares) != 1 + len(self.more_sets):
+        if self.set_shares and len(self.set_shares) != 1 + len(self.extra_datasets):
             raise ValueError(
-                f"--data.set-shares gives {len(self.set_shares)} of the {1 + len(self.more_sets)} "
-                "shares: first of the data set itself, then of each in --data.more-sets."
+                f"--data.set-shares has {len(self.set_shares)} of "
+                f"{1 + len(self.extra_datasets)} numbers: the first for --data.repo-id, then one "
+                "for each of --data.extra-datasets."
             )
         if not all(0 < share < math.inf for share in self.set_shares):
             raise ValueError(f"--data.set-shares is {self.set_shares}; each must be above 0.")
@@ -142,13 +143,13 @@ class DataConfig(_DataOptions):
 
     def each_set(self) -> tuple[DataConfig, ...]:
         """Return a pipeline for each data set, with the same transforms and statistics."""
-        sets = [dataclasses.replace(self, more_sets=(), set_shares=())]
-        for index, text in enumerate(self.more_sets, start=1):
+        sets = [dataclasses.replace(self, extra_datasets=(), set_shares=())]
+        for index, text in enumerate(self.extra_datasets, start=1):
             # Text after "#" that does not choose episodes belongs to the name.
             match = re.fullmatch(r"(.*)#([\d\s:,!-]+)", text)
             name, episodes = match.groups() if match else (text, None)
             if not name:
-                raise ValueError(f"--data.more-sets holds {text!r}, which names no data set.")
+                raise ValueError(f"--data.extra-datasets holds {text!r}, which names no data set.")
             other = dataclasses.replace(sets[0], repo_id=name, episodes=episodes, set_index=index)
             sets.append(other)
         return tuple(sets)

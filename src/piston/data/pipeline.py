@@ -72,7 +72,7 @@ def open_sources(config: DataConfig, model: ModelConfig) -> list[LeRobotDataset]
             raise ValueError(
                 f"{one.repo_id} was not recorded like {config.repo_id}: {'; '.join(differences)}. "
                 "Data sets that are used together need the same features and control rate; convert "
-                "the one that differs, or remove it from --data.more-sets."
+                "the one that differs, or remove it from --data.extra-datasets."
             )
     return sources
 
@@ -155,10 +155,10 @@ def leave_out(config: DataConfig, episodes: Iterable[int | str]) -> str:
     exclusions = ",".join(f"!{episode}" for episode in episodes)
     choice = f"{config.episodes},{exclusions}" if config.episodes else exclusions
     if config.set_index:
-        return f"'{config.repo_id}#{choice}' in --data.more-sets"
+        return f"'{config.repo_id}#{choice}' in --data.extra-datasets"
     option = f"--data.episodes '{choice}'"
-    if config.more_sets:  # which of the sets is not known
-        option += f", or of another set 'SET#{exclusions}' in --data.more-sets"
+    if config.extra_datasets:  # which of the sets is not known
+        option += f", or of another set 'SET#{exclusions}' in --data.extra-datasets"
     return option
 
 

@@ -82,7 +82,6 @@ _DEBUG = TrainConfig(
     batch_size=2,
     num_train_steps=10,
     save_interval=100,
-    overwrite=True,
 )
 
 PRESETS = (

@@ -62,7 +62,8 @@ def success(evaluations: Sequence[Evaluation], hint: str) -> Markup:
             facts = (
                 "Here the sentence asked for the opposite of what is counted: a cell marked as "
                 "failed is an episode in which the robot did not do what it was not asked for. The "
-                "same starts with the sentence that is counted are in the other evaluation. "
+                "same initial states with the sentence that is counted are in the other "
+                "evaluation. "
             ) + facts
         if len(evaluations) > 1:
             parts.append(tag("h3", evaluation.name))

@@ -157,10 +157,10 @@ def _open_data(
 ) -> tuple[Samples, Samples | None]:
     """Return the training data and, if asked for, the held-out episodes of the open data sets."""
     if pipeline.fake:
-        several = config.data.more_sets or config.data.set_shares
+        several = config.data.extra_datasets or config.data.set_shares
         if config.validation_episodes or config.start_frames or several:
             raise ValueError(
-                "--validation-episodes, --start-frames and --data.more-sets need a data set; "
+                "--validation-episodes, --start-frames and --data.extra-datasets need a data set; "
                 "random samples have no episodes."
             )
         return open_training_data(pipeline, config.model), None
@@ -222,7 +222,7 @@ def _initial_model(config: TrainConfig, processes: Processes, run: Run) -> Model
         config.model,
         dtype=torch.float32,
         device=device,
-        may_be_new=config.may_be_new,
+        allow_missing=config.allow_missing,
     )
 
 

@@ -45,7 +45,7 @@ _FILE_SYSTEM_DELAY = 60.0
 def check_weights(config: TrainConfig) -> None:
     """Raise an error if the initial checkpoint is missing or does not fit; reads headers only."""
     if config.weights is not None:
-        weights.open_checkpoint(config.weights, config.model, may_be_new=config.may_be_new)
+        weights.open_checkpoint(config.weights, config.model, allow_missing=config.allow_missing)
 
 
 def read_statistics(config: TrainConfig) -> DataConfig:
@@ -143,7 +143,7 @@ def _not_a_run(folder: Path) -> str | None:
 def _inputs(config: TrainConfig) -> list[Path]:
     """Return the local files and folders that a run reads."""
     data = config.data_config()
-    sets = [name.split("#")[0] for name in (data.repo_id, *data.more_sets) if name]
+    sets = [name.split("#")[0] for name in (data.repo_id, *data.extra_datasets) if name]
     names = [*sets, *(lerobot_home() / name for name in sets), config.weights, data.assets_dir]
     paths = [local_path(str(name)) for name in names if name]
     return [path for path in paths if path is not None and path.exists()]

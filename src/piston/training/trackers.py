@@ -247,8 +247,9 @@ class Meter:
         self, step: int, result: StepResult, places: Sequence[Sequence[int]]
     ) -> None:
         config, in_a_row = self._config, self.totals["skipped_in_a_row"]
+        several = bool(config.data.extra_datasets)
         frames = [
-            f"{f'set {int(which)} ' if config.data.more_sets else ''}{int(episode)}/{int(frame)}"
+            f"{f'set {int(which)} ' if several else ''}{int(episode)}/{int(frame)}"
             f"{' (!)' if number in result.bad_samples else ''}"
             for number, (which, episode, frame) in enumerate(zip(*places))
         ]

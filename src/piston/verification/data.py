@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from piston.data.dataset import LeRobotDataset
 
 _TOLERANCE = 1e-6
-# The reference computes rates in float32.
+# openpi computes rates in float32.
 _RATE_TOLERANCE = 2e-7
 _SUFFIX = "_expected_items.npz"
 _PAD = "_is_pad"

@@ -88,7 +88,7 @@ def _autoregressive(model: Model, arrays: _Arrays) -> Iterator[Quantity]:
     observation = observation_of(arrays, "decode_in")
     generated = model.act(observation, num_steps=expected.shape[1]).numpy()
     tokens[:, : generated.shape[1]] = generated
-    # The reference goes on in rows that have ended until all have; those tokens mean nothing.
+    # openpi goes on in rows that have ended until all have; those tokens mean nothing.
     counts = np.cumsum(expected == _END, axis=1) - (expected == _END) == 0
     yield equal("greedy tokens", tokens[counts], expected[counts])
 

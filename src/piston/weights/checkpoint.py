@@ -93,11 +93,11 @@ def open_checkpoint(
     location: str | Path,
     config: ModelConfig | None = None,
     *,
-    may_be_new: Iterable[str] | None = None,
+    allow_missing: Iterable[str] | None = None,
 ) -> Checkpoint:
     """Open a checkpoint; its content decides the format.
 
-    Without `config`, the configuration is read from config.json or inferred. With `may_be_new`,
+    Without `config`, the configuration is read from config.json or inferred. With `allow_missing`,
     tensors that none of these patterns matches must not be missing.
     """
     path = assets.resolve(location)
@@ -133,7 +133,7 @@ def open_checkpoint(
             raise CheckpointError(f"{stated} does not describe a model: {error}") from error
     what = f"{path} ({format_}) does not fit the {config.family} model of its configuration"
     found = {**shapes_of(entries), **unknown}
-    check_match(expected_shapes(config), found, may_be_new=may_be_new, what=what)
+    check_match(expected_shapes(config), found, allow_missing=allow_missing, what=what)
     return Checkpoint(path, config, format_, entries, dropped, assumed)
 
 
@@ -218,21 +218,21 @@ def check_match(
     expected: Mapping[str, Shape],
     found: Mapping[str, Shape],
     *,
-    may_be_new: Iterable[str] | None = (),
+    allow_missing: Iterable[str] | None = (),
     what: str,
 ) -> list[str]:
     """Raise one MismatchError for all tensors that are missing, unexpected or of another shape.
 
-    Return the names of missing tensors that a pattern of `may_be_new` allows. A pattern that
+    Return the names of missing tensors that a pattern of `allow_missing` allows. A pattern that
     matches no tensor of the model is an error. With None, missing tensors are listed but do not
     cause the error.
     """
-    allowed = set(matching_parameters(expected, tuple(may_be_new or ())))
+    allowed = set(matching_parameters(expected, tuple(allow_missing or ())))
     missing = sorted(expected.keys() - found.keys() - allowed)
     unexpected = sorted(found.keys() - expected.keys())
     common = sorted(expected.keys() & found.keys())
     misshaped = [name for name in common if expected[name] != found[name]]
-    if not (unexpected or misshaped or (missing and may_be_new is not None)):
+    if not (unexpected or misshaped or (missing and allow_missing is not None)):
         return sorted(allowed - found.keys())
     hints = {name: did_you_mean(name, missing, cutoff=0.85) for name in unexpected}
     kinds = {
@@ -244,12 +244,12 @@ def check_match(
     }
     advice = (
         "Use the configuration that the checkpoint was made with. Tensors that are meant to be "
-        "trained from scratch have to be named: --may-be-new PATTERN …"
+        "trained from scratch have to be named: --allow-missing PATTERN …"
     )
     if missing and all(".lora_" in name for name in missing) and not unexpected:
         advice = (
             "The model has adapters and the checkpoint has none: allow new ones with "
-            "--may-be-new '*.lora_?'"
+            "--allow-missing '*.lora_?'"
         )
     message = f"{what}; nothing was loaded.\n{_listing(kinds)}\n{advice}"
     raise MismatchError(message, missing, unexpected, misshaped)

@@ -61,7 +61,7 @@ def load_model(
     *,
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
-    may_be_new: Iterable[str] = (),
+    allow_missing: Iterable[str] = (),
 ) -> Model:
     """Load the model of a checkpoint in any known format.
 
@@ -70,21 +70,21 @@ def load_model(
     """
     checkpoint = open_checkpoint(location, config)
     model = build_on_meta(checkpoint.config)
-    load_into(model, checkpoint, may_be_new, dtype=dtype, device=device)
+    load_into(model, checkpoint, allow_missing, dtype=dtype, device=device)
     return model
 
 
 def load_into(
     model: Model,
     checkpoint: Checkpoint,
-    may_be_new: Iterable[str] = (),
+    allow_missing: Iterable[str] = (),
     *,
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
 ) -> list[str]:
     """Fill every tensor of the model; return the names that are not in the checkpoint.
 
-    Patterns in `may_be_new` (`"*.lora_?"`) allow tensors to be missing: they start as in a new
+    Patterns in `allow_missing` (`"*.lora_?"`) allow tensors to be missing: they start as in a new
     model. Any other missing, extra or mis-shaped tensor is an error, raised before the model is
     changed. A model on the meta device gets memory on `device`, in `dtype`. A model that has memory
     is filled in place in its own dtypes; if a file cannot be read, all of it becomes NaN.
@@ -92,7 +92,7 @@ def load_into(
     state = model.state_dict()
     what = f"{checkpoint} does not fit the {model.config.family} model"
     found = shapes_of(checkpoint.entries)
-    new = check_match(shapes_of(state), found, may_be_new=may_be_new, what=what)
+    new = check_match(shapes_of(state), found, allow_missing=allow_missing, what=what)
     on_meta = [tensor.is_meta for tensor in state.values()]
     if any(on_meta) and not all(on_meta):
         raise ValueError("Part of the model is on the meta device. Build all of it on one device.")
@@ -189,7 +189,7 @@ def convert(
     """
     target = Path(target).absolute()
     check_new_folder(target)
-    checkpoint = open_checkpoint(source, config, may_be_new=())
+    checkpoint = open_checkpoint(source, config, allow_missing=())
     model = build_on_meta(checkpoint.config)
     held = _held_dtypes(model, checkpoint, dtype)
     if checkpoint.assumed:
