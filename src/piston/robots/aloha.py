@@ -3,8 +3,8 @@
     state, action   left arm 6, left gripper 1, right arm 6, right gripper 1
 
 The base models were trained on ALOHA data of another convention than that of the public ALOHA
-software: three joints turn the other way, and grippers are measured by the motor's angle instead of
-the fingers' distance. `adapt_to_pi` converts between them. No other robot needs this.
+software: two joints of each arm turn the other way, and grippers are measured by the motor's angle
+instead of the fingers' distance. `adapt_to_pi` converts between them. No other robot needs this.
 """
 
 from __future__ import annotations
