@@ -146,6 +146,19 @@ def test_a_shape_unlike_the_declared_one_is_reported(tmp_path):
     _one(folder, "warning", "action is float32[3], declared is [7]")
 
 
+def test_sensors_that_stand_still_are_reported(tmp_path):
+    folder = Folder(tmp_path / "set")
+    for episode, length in enumerate(folder.lengths):
+        state = np.random.default_rng(episode).random((length, 3))
+        state[:, 1] = 0.5
+        if episode == 1:
+            state[:] = state[0]
+        folder.rewrite(episode, observation__state=pa.array(state.tolist()))
+    _one(folder, "note", "observation.state", "never changes in the set: y")
+    _one(folder, "warning", "episode 1: observation.state does not change in the whole episode")
+    assert len(_found(folder)) == 2
+
+
 def test_files_that_nothing_refers_to_are_reported(tmp_path):
     folder = Folder(tmp_path / "set")
     write_video(folder.video_path(0, "observation.images.side"), folder.pictures(0))

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from piston import presets
 from piston.cli import main, train
 from piston.data import open_dataset, statistics
-from piston.data.pipeline import open_source
+from piston.data.pipeline import open_source, split_sources
 from piston.data.statistics import TransformedColumns, compute_statistics
 from piston.robots import RobotInputs
 from piston.transforms import Group
@@ -340,6 +341,22 @@ def test_the_command_writes_where_the_preset_looks_and_warns_by_name(
     assert main(["stats", "pi0_aloha_sim", *overrides, "--data.episodes", "!1"]) == 0
     shown = capsys.readouterr().out
     assert "far outliers" not in shown
+
+
+def test_statistics_are_those_of_the_episodes_that_are_trained_on(
+    aloha_set, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    overrides = ["--data.repo-id", str(aloha_set), "--data.assets.asset-id", "mine"]
+    overrides += ["--validation-episodes", "1"]
+    assert main(["stats", "pi0_aloha_sim", *overrides]) == 0
+    assert "120 of 120 frames" in capsys.readouterr().out
+    dataset = open_dataset(aloha_set, cameras=())
+    [(kept, held_out)] = split_sources([dataset], 1, seed=presets.get("pi0_aloha_sim").seed)
+    assert len(kept) == len(held_out) == 1
+    state = dataset.select(kept).column("observation.state").astype(np.float64)
+    written = read_norm_stats(tmp_path / "assets" / "pi0_aloha_sim" / "mine")
+    np.testing.assert_allclose(np.abs(written["state"].mean[:6]), state.mean(axis=0)[:6], rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,10 +15,11 @@ from rich.text import Text
 from piston.cli.console import console, table
 from piston.data.check import check_dataset, readable_cameras, readable_episodes, usable
 from piston.data.convert import SUFFIXES, convert_aloha_hdf5, convert_to_v30
-from piston.data.format import Metadata, Problem, locate
+from piston.data.format import locate
+from piston.data.metadata import Metadata
+from piston.data.problems import ProblemGroup, grouped
 from piston.progress import ProgressBar
 
-_MAX_PLACES = 20
 _HDF5_FPS = 50.0
 _COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
 
@@ -41,10 +43,11 @@ def _check(path: Annotated[str, tyro.conf.Positional]) -> int:
     screen = console()
     with ProgressBar("checking", "frames and rows") as bar:
         problems = check_dataset(path, progress=bar.show)
-    if problems:
-        screen.print(_problem_table(problems))
+    groups = grouped(problems)
+    if groups:
+        screen.print(_problem_table(groups))
     ok = usable(problems)
-    found = Counter[str](problem.severity for problem in problems)
+    found = Counter[str](group.severity for group in groups)
     counts = ", ".join(f"{found[severity]} {severity}s" for severity in _COLOURS)
     verdict = "[green]training can use it[/green]" if ok else "[red]training cannot use it[/red]"
     metadata = Metadata.read(locate(path))
@@ -55,18 +58,13 @@ def _check(path: Annotated[str, tyro.conf.Positional]) -> int:
     return 0 if ok else 1
 
 
-def _problem_table(problems: list[Problem]) -> Table:
-    """Return a table in which the same problem in many places is one row."""
-    places: dict[tuple[str, str, str], list[str]] = {}
-    for problem in problems:
-        key = (problem.severity, problem.what, problem.consequence)
-        places.setdefault(key, []).append(problem.where)
+def _problem_table(groups: Iterable[ProblemGroup]) -> Table:
+    """Return a table with a row for each kind of problem: where, what, and what follows."""
     rows = []
-    for (severity, what, consequence), where in places.items():
-        more = [f"… {len(where)} places in all"] if len(where) > _MAX_PLACES else []
-        listed = "\n".join([*where[:_MAX_PLACES], *more])
-        rows.append((Text(severity, style=_COLOURS[severity]), listed, what, consequence))
-    return table(("", "where", "what", "what happens"), rows, show_lines=True)
+    for group in groups:
+        text = Text.assemble((group.places, "bold"), f"\n{group.what}\n→ {group.consequence}")
+        rows.append((Text(group.severity, style=_COLOURS[group.severity]), text))
+    return table(("", "where, what, and what follows"), rows, show_lines=True)
 
 
 def _info(path: Annotated[str, tyro.conf.Positional]) -> int:

@@ -39,7 +39,7 @@ from piston.config import (
     TrainConfig,
 )
 from piston.data.format import dimension_names
-from piston.data.pipeline import keys_used, open_sources
+from piston.data.pipeline import keys_used, open_sources, split_sources
 from piston.data.statistics import KeyStatistics, TransformedColumns, compute_statistics
 from piston.progress import ProgressBar
 from piston.serialization import RENAMED_FIELDS
@@ -174,7 +174,10 @@ def run_stats(args: list[str]) -> None:
     data_config = config.data_config()
     folder = _folder(config, data_config)
     begun = time.monotonic()
-    datasets = open_sources(data_config, config.model)
+    # The episodes that are trained on: without those that cannot be read or are held out.
+    opened = open_sources(data_config, config.model)
+    parts = split_sources(opened, config.validation_episodes, seed=config.seed)
+    datasets = [dataset.select(kept) for dataset, (kept, _) in zip(opened, parts)]
     steps = data_config.steps_read(config.model.action_horizon)
     columns = [
         TransformedColumns(dataset, one, steps)

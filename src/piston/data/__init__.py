@@ -1,12 +1,13 @@
 """LeRobot data sets: reading, checking, writing, loading in batches, statistics.
 
-`format` reads what a folder declares, `columns` and `video` read its files, `check` finds what is
-wrong, `dataset` is the open data set, and `pipeline` makes it what the model sees. `recorder` and
-`convert` make new sets, which `writer` stores episode by episode.
+`format` and `metadata` read what a folder declares, `columns` and `video` read its files, `check`
+finds what is wrong (`problems`), `dataset` is the open data set, and `pipeline` makes it what the
+model sees. `recorder` and `convert` make new sets, which `writer` stores episode by episode.
 """
 
 from piston.data.check import check_dataset
 from piston.data.dataset import LeRobotDataset, open_dataset
-from piston.data.format import Metadata, Problem
+from piston.data.metadata import Metadata
+from piston.data.problems import Problem
 
 __all__ = ["LeRobotDataset", "Metadata", "Problem", "check_dataset", "open_dataset"]

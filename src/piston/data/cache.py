@@ -27,7 +27,8 @@ import numpy as np
 from piston.assets import home
 from piston.data.check import worker_threads
 from piston.data.dataset import LeRobotDataset
-from piston.data.format import Episode, Metadata
+from piston.data.format import Episode
+from piston.data.metadata import Metadata
 from piston.files import atomic_file, write_json
 from piston.progress import ProgressBar
 from piston.transforms.images import resize_with_pad

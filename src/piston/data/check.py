@@ -9,6 +9,7 @@ that training uses. An `error` would stop training. A damaged episode that reade
 
 from __future__ import annotations
 
+import bisect
 import collections
 import contextlib
 import dataclasses
@@ -22,17 +23,9 @@ from pathlib import Path
 import numpy as np
 
 from piston.data.columns import Columns, DataRows, ImageRows, fits, read_rows
-from piston.data.format import (
-    CAMERA_IGNORED,
-    DERIVED,
-    Episode,
-    Metadata,
-    Problem,
-    Severity,
-    episode_problem,
-    list_files,
-    locate,
-)
+from piston.data.format import DERIVED, Episode, dimension_names, list_files, locate
+from piston.data.metadata import CAMERA_IGNORED, Metadata
+from piston.data.problems import Problem, Severity, episode_problem, ranges, unknown_key
 from piston.data.video import (
     TOLERANCE_S,
     Header,
@@ -43,7 +36,6 @@ from piston.data.video import (
     read_header,
 )
 from piston.progress import Progress, no_progress
-from piston.suggestions import did_you_mean
 
 BLACK = 20  # the brightest gray value of a frame that shows nothing (video black is 16)
 STOPS = "training stops there; leave out the episode (--data.episodes '!N') or write it again"
@@ -86,19 +78,31 @@ def inspect_files(
     chosen = tuple(there if cameras is None else cameras)
     for camera in chosen:
         if camera not in there:
-            raise KeyError(
-                f"{metadata.root} has no camera {camera!r}; it has {there}."
-                f"{did_you_mean(camera, there)}"
-            )
-    problems += _shared_frames(metadata, chosen)
+            raise _no_frames(metadata, camera, problems, there)
     spans = [(e, c, e.videos[c]) for e in episodes for c in chosen if c in e.videos]
     paths = list(dict.fromkeys(span.path for _, _, span in spans))
     with ThreadPoolExecutor(min(8, 2 * num_usable_cpus())) as pool:
         headers = dict(zip(paths, pool.map(lambda path: read_header(metadata.root / path), paths)))
+    problems += _shared_frames(metadata, chosen)
+    problems += _early_ends(metadata, chosen, headers)
     for episode, camera, span in spans:
         if what := _damage(headers[span.path], span.start, episode.length, metadata.fps):
             problems.append(episode_problem(episode.index, f"{span.path}: {what}", camera))
     return Findings(metadata, chosen, tuple(problems), data, headers)
+
+
+def _no_frames(
+    metadata: Metadata, camera: str, problems: Iterable[Problem], there: Sequence[str]
+) -> Exception:
+    """Return the error for a camera that was asked for and has no frames."""
+    for problem in problems:
+        if problem.camera == camera and problem.consequence == CAMERA_IGNORED:
+            return FileNotFoundError(
+                f"{metadata.root}: there are no frames of {camera}: {problem.what}. Copy the files "
+                "there, or use other cameras."
+            )
+    columns = [key for key, feature in metadata.features.items() if not feature.is_camera]
+    return unknown_key(str(metadata.root), camera, there, columns, is_camera=True)
 
 
 def _missing_columns(
@@ -122,7 +126,8 @@ def _missing_columns(
                     camera = key if features[key].is_camera else None
                     yield episode_problem(episode.index, what, camera)
         elif features[key].is_camera:
-            yield Problem("warning", key, "declared, in no data file", CAMERA_IGNORED)
+            what = "declared as image, but in no data file and in no video"
+            yield Problem("warning", key, what, CAMERA_IGNORED, camera=key)
         else:
             consequence = "items lack it: training that uses it is not possible"
             yield Problem("error", key, "declared, in no data file", consequence)
@@ -146,6 +151,44 @@ def _shared_frames(metadata: Metadata, cameras: Iterable[str]) -> Iterator[Probl
                         what = f"its span in the video overlaps that of episode {other.index}"
                         yield episode_problem(one.index, what, camera)
                 last = max(last, episode, key=end)  # the one that ends last
+
+
+def _early_ends(
+    metadata: Metadata, cameras: Iterable[str], headers: Mapping[str, Header]
+) -> Iterator[Problem]:
+    """Judge spans that are declared shorter than the episode by the frames of the video.
+
+    Some writers declare the time of the last frame as the end. An episode is read if all spans of
+    the camera are one frame short, or if the frames up to the next episode, or up to the end of the
+    file, are exactly as many as its rows. Otherwise they may be those of another episode.
+    """
+    fps, read = metadata.fps, list[str]()
+    for camera in cameras:
+        filmed = [(e, span) for e in metadata.episodes if (span := e.videos.get(camera))]
+        short = [
+            (episode, span, frames)
+            for episode, span in filmed
+            if span.stop is not None
+            and (frames := (span.stop - span.start) * fps) < episode.length - 0.5
+        ]
+        is_usual = len(short) == len(filmed) and all(n > e.length - 1.5 for e, _, n in short)
+        starts = sorted((span.path, span.start) for _, span in filmed if short)
+        for episode, span, frames in short:
+            header = headers.get(span.path)
+            end = header.num_frames if isinstance(header, VideoHeader) else -1
+            following = bisect.bisect_right(starts, (span.path, span.start))
+            if following < len(starts) and starts[following][0] == span.path:
+                end = round(starts[following][1] * fps)
+            if is_usual or end - round(span.start * fps) == episode.length:
+                what = f"to_timestamp is {span.stop:.6g} s, its {episode.length} frames end at"
+                ending = span.start + episode.length / fps
+                read.append(f"episode {episode.index}, {camera}: {what} {ending:.6g} s")
+            else:
+                what = f"{episode.length} rows, but its video spans {frames:.1f} frames"
+                yield episode_problem(episode.index, what, camera)
+    if read:
+        what = f"{len(read)} spans of videos are declared too short, the first: {read[0]}"
+        yield Problem("warning", "meta/episodes", what, "the frames of the videos count")
 
 
 def _damage(header: Header, start: float, length: int, fps: float) -> str | None:
@@ -192,6 +235,7 @@ def check_dataset(
         for severity, what, consequence in _row_problems(metadata, episode, stored):
             problems.append(episode_problem(episode.index, what, None, consequence, severity))
         count(episode.length)
+    problems += _standing_still(metadata, {e.index: findings.data.rows[e.index] for e in episodes})
     problems += _frame_problems(findings, filmed, count)
     reasons = []
     if not readable_episodes(metadata, problems):
@@ -253,6 +297,30 @@ def _unlike_others(
         elif not fits(array, before):
             what = f"{found}, in other files {before.dtype}{list(before.shape[1:])}"
             yield episode_problem(episode.index, what, None, STOPS, "error")
+
+
+def _standing_still(metadata: Metadata, rows: Mapping[int, Columns]) -> Iterator[Problem]:
+    """Find numbers that never change: dimensions in the whole set, whole vectors in an episode."""
+    for key, feature in metadata.features.items():
+        arrays = {index: one[key] for index, one in rows.items() if key in one}
+        first = next(iter(arrays.values()), np.empty(0, object))
+        if key in DERIVED or key.startswith("next.") or first.dtype.kind != "f" or first.ndim > 2:
+            continue
+        alike = {index: array for index, array in arrays.items() if fits(array, first)}
+        low = np.stack([array.min(axis=0).reshape(-1) for array in alike.values()])
+        high = np.stack([array.max(axis=0).reshape(-1) for array in alike.values()])
+        constant = low.min(axis=0) == high.max(axis=0)
+        consequence = "the values are used as they are"
+        if constant.any():
+            names = dimension_names([feature], len(constant), otherwise=key)
+            listed = ", ".join(names[dim] for dim in np.flatnonzero(constant))
+            yield Problem("note", key, f"never changes in the set: {listed}", consequence)
+        if not constant.all():
+            still = (low == high)[:, ~constant].all(axis=1)
+            for index, array in (one for one, is_still in zip(alike.items(), still) if is_still):
+                if len(array) > 1:
+                    what = f"{key} does not change in the whole episode, in others it does"
+                    yield episode_problem(index, what, None, consequence)
 
 
 def _row_problems(
@@ -354,7 +422,7 @@ def _frame_problems(
                 yield episode_problem(episode.index, what, camera, STOPS, "error")
             else:
                 if black:
-                    what = f"{len(black)} of {episode.length} frames are black: {_ranges(black)}"
+                    what = f"{len(black)} of {episode.length} frames are black: {ranges(black)}"
                     yield episode_problem(episode.index, what, camera, "they are used as they are")
         if reader is not None:
             reader.close()
@@ -380,10 +448,3 @@ def _unlike_declared(
     if isinstance(header, VideoHeader) and header.num_frames > needed:
         what = f"{header.num_frames} frames, the episodes have {needed}"
         yield Problem("note", path, what, "the frames at the end are not used")
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Return the first few numbers as ranges: 0–4, 7, 9–11."""
-    runs = np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1)
-    shown = [str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs[:5]]
-    return ", ".join(shown) + (" …" if len(runs) > 5 else "")

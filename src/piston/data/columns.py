@@ -23,7 +23,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from jaxtyping import UInt8
 
-from piston.data.format import DERIVED, Episode, EpisodeError, Metadata, is_inside
+from piston.data.format import DERIVED, Episode, is_inside
+from piston.data.metadata import Metadata
+from piston.data.problems import EpisodeError
 
 Columns = dict[str, np.ndarray]  # of one episode or of many, by key
 

@@ -48,10 +48,10 @@ from piston.data.format import (
     DERIVED,
     Episode,
     Feature,
-    Metadata,
     keys_of,
     not_a_written_set,
 )
+from piston.data.metadata import Metadata
 from piston.data.recorder import Recorder, VideoEncoding, encode_video
 from piston.data.video import TOLERANCE_S, probe_video
 from piston.data.writer import RECORDING, DatasetWriter, NewEpisode, new_info

@@ -24,10 +24,12 @@ from jaxtyping import Int64, UInt8
 
 from piston.data.check import Findings, inspect_files, left_out
 from piston.data.columns import ImageRows, join_columns
-from piston.data.format import Episode, EpisodeError, Metadata, locate
+from piston.data.format import Episode, locate
+from piston.data.metadata import Metadata
 from piston.data.mixture import EpisodeChoice, choose_episodes
+from piston.data.problems import EpisodeError, grouped, unknown_key
 from piston.data.video import TOLERANCE_S, VideoReaders
-from piston.suggestions import did_you_mean
+from piston.logs import warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -51,12 +53,17 @@ def open_dataset(
     findings = inspect_files(metadata, chosen, cameras)
     broken = left_out(findings.problems, findings.cameras)
     problems = [broken[episode.index] for episode in chosen if episode.index in broken]
+    _require_cameras(findings, cameras)
+    for problem in findings.problems:
+        is_read = problem.camera is None or cameras is None or problem.camera in findings.cameras
+        if problem.severity == "warning" and problem.episode is None and is_read:
+            message = f"{metadata.root}: {problem.where}: {problem.what}; {problem.consequence}."
+            warn_once(logger, message, "%s", message)
     if problems:
-        listed = "".join(f"\n  {problem.where}: {problem.what}" for problem in problems[:5])
-        more = f"\n  … and {len(problems) - 5} more" if len(problems) > 5 else ""
+        listed = "".join(f"\n  {group.places}: {group.what}" for group in grouped(problems)[:5])
         logger.warning(
-            "%s: %d of %d episodes are left out:%s%s\nList all problems: piston data check %s",
-            *(metadata.root, len(problems), len(chosen), listed, more, metadata.root),
+            "%s: %d of %d episodes are left out:%s\nList all problems: piston data check %s",
+            *(metadata.root, len(problems), len(chosen), listed, metadata.root),
         )
     if len(problems) == len(chosen):
         raise ValueError(
@@ -65,6 +72,18 @@ def open_dataset(
         )
     kept = [episode for episode in chosen if episode.index not in broken]
     return LeRobotDataset(findings, kept, _offsets(sequences or {}, metadata.fps))
+
+
+def _require_cameras(findings: Findings, cameras: Iterable[str] | None) -> None:
+    """Raise FileNotFoundError if all cameras were asked for, and none of them has frames."""
+    if cameras is None and not findings.cameras:
+        declared = [one.name for one in findings.metadata.features.values() if one.is_camera]
+        for problem in findings.problems:
+            if problem.camera in declared:
+                raise FileNotFoundError(
+                    f"{findings.metadata.root}: no camera has frames, e.g. {problem.camera}: "
+                    f"{problem.what}. To read the set without cameras: cameras=()."
+                )
 
 
 class LeRobotDataset(Sequence[dict[str, Any]]):
@@ -85,10 +104,7 @@ class LeRobotDataset(Sequence[dict[str, Any]]):
         known = (*self.keys, *self.cameras)
         for key in offsets:
             if key not in known:
-                raise KeyError(
-                    f"A sequence of {key!r} was asked for; the data set has {list(known)}."
-                    f"{did_you_mean(key, known)}"
-                )
+                raise self._unknown(key)
 
     def _set_episodes(self, episodes: Iterable[Episode]) -> None:
         self.episodes = tuple(episodes)
@@ -147,7 +163,7 @@ class LeRobotDataset(Sequence[dict[str, Any]]):
     def column(self, key: str) -> np.ndarray:
         """Return (frames, dim), or (frames,) for plain values, read-only. Nothing is decoded."""
         if key not in self._columns:
-            raise KeyError(f"{self.metadata.root} has no column {key!r}; it has {list(self.keys)}.")
+            raise self._unknown(key)
         column = self._columns[key]
         if len(self) == len(column):
             return column
@@ -171,11 +187,13 @@ class LeRobotDataset(Sequence[dict[str, Any]]):
 
     def _known_camera(self, camera: str) -> str:
         if camera not in self.cameras:
-            raise KeyError(
-                f"frames of {camera!r} were asked for; the cameras are {list(self.cameras)}."
-                f"{did_you_mean(camera, self.cameras)}"
-            )
+            raise self._unknown(camera, is_camera=True)
         return camera
+
+    def _unknown(self, key: str, *, is_camera: bool = False) -> KeyError:
+        # It may have been opened without some of the cameras of the folder.
+        source = f"The open data set {self.metadata.root}"
+        return unknown_key(source, key, self.cameras, self.keys, is_camera=is_camera)
 
     def place(self, index: SupportsIndex) -> tuple[Episode, int]:
         """Return the episode of a frame and its number within the episode."""

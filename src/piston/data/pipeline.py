@@ -20,8 +20,10 @@ import numpy as np
 from piston.config import DataConfig
 from piston.data.cache import CachedFrames
 from piston.data.dataset import LeRobotDataset, open_dataset
-from piston.data.format import DERIVED, Episode, EpisodeError, Metadata, locate
+from piston.data.format import DERIVED, Episode, locate
+from piston.data.metadata import Metadata
 from piston.data.mixture import EpisodeChoice, Samples, shorten, split_episodes
+from piston.data.problems import EpisodeError, unknown_key
 from piston.models.configs import ModelConfig
 from piston.transforms import Data, RepackTransform, compose, flatten_dict
 
@@ -106,10 +108,12 @@ def _differences(first: Metadata, other: Metadata, used: Iterable[str] | None) -
 def split_sources(
     sources: Sequence[LeRobotDataset], num_held_out: int, *, seed: int
 ) -> list[tuple[list[int], list[int]]]:
-    """Return the episodes of each data set to train on and to validate on.
+    """Return the episodes of each data set to train on and to validate on, which may be none.
 
     If a data set occurs twice, an episode is held out of both, and validated on in the first only.
     """
+    if not num_held_out:
+        return [([episode.index for episode in source.episodes], []) for source in sources]
     roots = [source.metadata.root.resolve() for source in sources]
     known: dict[Path, dict[int, Episode]] = {root: {} for root in roots}
     for source, root in zip(sources, roots):
@@ -141,6 +145,7 @@ def open_source(config: DataConfig, model: ModelConfig) -> LeRobotDataset:
     metadata = Metadata.read(locate(config.repo_id))
     features, used = metadata.features, keys_used(config)
     steps = config.steps_read(model.action_horizon)
+    _require_keys(config, metadata)
     with advising(config):
         return open_dataset(
             metadata,
@@ -148,6 +153,23 @@ def open_source(config: DataConfig, model: ModelConfig) -> LeRobotDataset:
             episodes=config.episodes,
             cameras=used and [key for key in used if key in features and features[key].is_camera],
         )
+
+
+def _require_keys(config: DataConfig, metadata: Metadata) -> None:
+    """Raise KeyError if the data set does not declare a key that the pipeline takes from it."""
+    actions = config.action_sequence_keys
+    # What is added to the items of a data set.
+    added = {"task", "prompt", PADDING_KEY, *(f"{key}_is_pad" for key in actions)}
+    known = {*metadata.features, *DERIVED, *added}
+    taken = [*zip(actions, actions), *(_repacked(config) or {}).items()]
+    for path, key in taken:
+        if key not in known:
+            columns = [name for name, one in metadata.features.items() if not one.is_camera]
+            raise unknown_key(
+                *(str(metadata.root), key, metadata.cameras, columns),
+                is_camera="image" in path,
+                used=[source for _, source in taken],
+            )
 
 
 def leave_out(config: DataConfig, episodes: Iterable[int | str]) -> str:
@@ -177,10 +199,14 @@ def advising(config: DataConfig) -> Iterator[None]:
 
 def keys_used(config: DataConfig) -> list[str] | None:
     """Return the data set's keys that the repack transform names; None if they are not known."""
+    repacked = _repacked(config)
+    return None if repacked is None else list(dict.fromkeys(repacked.values()))
+
+
+def _repacked(config: DataConfig) -> dict[str, str] | None:
+    """Return the data set's keys by the names that the repack transform gives them."""
     first = next(iter(config.repack_transforms.inputs), None)
-    if not isinstance(first, RepackTransform):
-        return None
-    return list(dict.fromkeys(flatten_dict(first.structure).values()))
+    return flatten_dict(first.structure) if isinstance(first, RepackTransform) else None
 
 
 class TrainingData:

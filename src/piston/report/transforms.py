@@ -92,12 +92,10 @@ def choose_sample(run: Run) -> Sample:
 def _read_sample(run: Run, pipeline: DataConfig) -> Sample:
     config = run.config
     dataset, *others = sources = open_sources(pipeline, config.model)
-    position, held_out = len(dataset.episodes) // 2, False
-    if config.validation_episodes:
-        (_, chosen), *_ = split_sources(sources, config.validation_episodes, seed=config.seed)
-        held_out = bool(chosen)
-        if held_out:
-            position = [episode.index for episode in dataset.episodes].index(chosen[0])
+    (kept, chosen), *_ = split_sources(sources, config.validation_episodes, seed=config.seed)
+    held_out = bool(chosen)
+    shown = chosen[0] if held_out else kept[len(kept) // 2]
+    position = [episode.index for episode in dataset.episodes].index(shown)
     begin, end = dataset.episode_bounds[position]
     item = dataset[int(begin + _SHARE_OF_EPISODE * (end - begin))]
     for source in (dataset, *others):

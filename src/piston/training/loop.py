@@ -16,7 +16,6 @@ import torch
 from piston import weights
 from piston.config import DataConfig, TrainConfig
 from piston.data.dataset import LeRobotDataset
-from piston.data.format import EpisodeError
 from piston.data.limits import action_limits
 from piston.data.loader import Batch, Loader, Order
 from piston.data.mixture import RepeatedStarts, Samples, WeightedMixture, mixed
@@ -26,6 +25,7 @@ from piston.data.pipeline import (
     open_training_data,
     split_sources,
 )
+from piston.data.problems import EpisodeError
 from piston.data.statistics import require_finite
 from piston.models.model import Model
 from piston.progress import ProgressBar
@@ -167,9 +167,7 @@ def _open_data(
     sets = pipeline.each_set()
     for one, source in zip(sets, sources):
         require_finite(source, one, one.steps_read(config.model.action_horizon))
-    parts = [([episode.index for episode in source.episodes], list[int]()) for source in sources]
-    if config.validation_episodes:
-        parts = split_sources(sources, config.validation_episodes, seed=config.seed)
+    parts = split_sources(sources, config.validation_episodes, seed=config.seed)
     training, held_out = [], []
     for one, source, (kept, chosen) in zip(sets, sources, parts):
         cache = config.cache_frames
