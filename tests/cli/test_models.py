@@ -1,10 +1,13 @@
 """`piston summary` and `piston convert`, as a person runs them."""
 
+import json
+from typing import get_args
+
 import pytest
 import torch
 
 from piston import weights
-from piston.cli import main
+from piston.cli import main, models
 from piston.models.configs import GEMMA, VISION, Pi0Config
 
 
@@ -51,6 +54,24 @@ def test_convert_halves_and_refuses_to_overwrite(checkpoint, tmp_path, capsys):
     assert half.tensor("vlm.layers.0.mlp_norm.scale").dtype == torch.float32
     assert main(["convert", str(checkpoint), str(target)]) == 1
     assert "exists already" in capsys.readouterr().err
+
+
+def test_convert_to_lerobot_and_back_with_the_sizes(checkpoint, tmp_path, capsys):
+    assert main(["convert", str(checkpoint), str(tmp_path / "theirs"), "--to", "lerobot"]) == 0
+    state = weights.load_model(checkpoint).state_dict()
+    config = json.loads((tmp_path / "theirs/config.json").read_text())
+    assert config["paligemma_variant"] == "dummy"
+    command = ["convert", str(tmp_path / "theirs"), str(tmp_path / "back")]
+    assert main([*command, "--vlm", "gemma_2b"]) == 1
+    assert "vlm is stated as gemma_2b (--vlm" in " ".join(capsys.readouterr().err.split())
+    assert main([*command, "--vlm", "dummy", "--action-expert", "dummy", "--vision", "dummy"]) == 0
+    back = weights.load_model(tmp_path / "back").state_dict()
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[name], tensor) for name, tensor in state.items())
+
+
+def test_convert_knows_the_formats_without_importing_them():
+    assert get_args(models.Format) == weights.FORMATS
 
 
 def test_convert_checks_a_preset(checkpoint, tmp_path, capsys):

@@ -12,6 +12,7 @@ from piston import presets, weights
 from piston.config import TRAIN_SECTION
 from piston.inference.loading import quantize_for_inference, random_policy
 from piston.inference.policy import Policy
+from piston.models.configs import LoRA
 from piston.robots.aloha import make_aloha_example
 from piston.robots.simple import DROID, LIBERO, UR5
 from piston.serialization import to_json
@@ -204,6 +205,53 @@ def test_a_folder_is_all_that_is_needed(checkpoint, aloha):
     assert np.array_equal(
         unnormalized, piston.load_policy(checkpoint).infer(example, seed=0)["actions"]
     )
+
+
+def test_a_converted_folder_is_all_that_is_needed(checkpoint, tmp_path):
+    example = make_aloha_example()
+    weights.convert(checkpoint, tmp_path / "converted")
+    found, expected = map(piston.load_policy, (tmp_path / "converted", checkpoint))
+    assert found.metadata == expected.metadata == {"reset_pose": [0, 1]}
+    actions = expected.infer(example, seed=0)["actions"]
+    assert np.array_equal(found.infer(example, seed=0)["actions"], actions)
+
+
+@pytest.mark.parametrize("to", ["openpi", "lerobot"])
+def test_a_policy_written_for_others_acts_the_same(checkpoint, tmp_path, to):
+    example = make_aloha_example()
+    expected = piston.load_policy(checkpoint).infer(example, seed=0)["actions"]
+    weights.convert(checkpoint, tmp_path / "theirs", to=to)
+    with pytest.raises(ValueError, match="Name a preset"):  # they have no place for the robot
+        piston.load_policy(tmp_path / "theirs")
+    section = json.loads((checkpoint / "config.json").read_text())[TRAIN_SECTION]
+    preset = presets.train_config_from_json(section, "config.json")
+    found = piston.load_policy(tmp_path / "theirs", preset=preset)
+    assert np.array_equal(found.infer(example, seed=0)["actions"], expected)
+
+
+def test_adapters_are_merged_in_the_converted_folder(tmp_path, aloha):
+    sizes = {
+        name: dataclasses.replace(getattr(aloha.model.config, name), lora=LoRA(2, 4.0))
+        for name in ("vlm", "action_expert")
+    }
+    model_config = dataclasses.replace(aloha.model.config, **sizes)
+    torch.manual_seed(0)
+    model = weights.build_model(model_config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)  # adapters start as zeros
+    freeze = ("vlm.*", "action_expert.*", "!*lora*")
+    config = dataclasses.replace(
+        presets.get("pi0_aloha_sim"), model=model_config, freeze=freeze, exp_name="x"
+    )
+    sections = {TRAIN_SECTION: to_json(config)}
+    weights.save_model(model, model_config, tmp_path / "lora", sections=sections)
+    stats = dict.fromkeys(("state", "actions"), NormStats(np.zeros(14), np.ones(14)))
+    write_norm_stats(tmp_path / "lora/assets/lerobot/aloha_sim_transfer_cube_human", stats)
+    weights.convert(tmp_path / "lora", tmp_path / "merged", merge_lora=True)
+    policies = [piston.load_policy(tmp_path / name) for name in ("lora", "merged")]
+    assert policies[1].model.config == aloha.model.config
+    found, expected = (p.infer(make_aloha_example(), seed=0)["actions"] for p in policies)
+    np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
 def test_missing_statistics_are_an_error(checkpoint, monkeypatch, tmp_path):

@@ -24,7 +24,7 @@ def facts(reference):
 
 
 def test_unknown_sizes_need_a_configuration(folder):
-    with pytest.raises(CheckpointError, match="Give the model's configuration"):
+    with pytest.raises(CheckpointError, match="--preset NAME.*--vision width=32"):
         open_checkpoint(folder)
 
 
@@ -104,12 +104,12 @@ def test_listed_alpha_of_adapters_is_taken(reference, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"vlm": {"width": 32}}, "states vlm as width=32,.*another size"),
-        ({"expert": {"num_heads": 4}}, "states action_expert as .*another size"),
-        ({"vision": {"patch": 14}}, "states vision as .*another size"),
+        ({"vlm": {"width": 32}}, "vlm is stated as width=32,.*another size"),
+        ({"expert": {"num_heads": 4}}, "action_expert is stated as .*another size"),
+        ({"vision": {"patch": 14}}, "vision is stated as .*another size"),
         ({"vlm": {"depth": "three"}}, "not as expected: GemmaSize.depth"),
         ({"vlm": {"colour": 1}}, "not as expected"),
-        ({"lora": {"vlm": {"rank": 2, "alpha": 2.0}}}, "states vlm as .*lora_rank=2"),
+        ({"lora": {"vlm": {"rank": 2, "alpha": 2.0}}}, "vlm is stated as .*lora_rank=2"),
     ],
 )
 def test_a_list_that_contradicts_the_tensors_is_refused(folder, facts, change, message):

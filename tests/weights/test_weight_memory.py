@@ -12,7 +12,7 @@ import torch
 
 from piston.models.configs import GemmaSize, Pi0Config, VisionSize
 from piston.weights import expected_shapes
-from piston.weights.models import _describe
+from piston.weights.models import describe
 from piston.weights.tensors import write_tensor_file
 
 MIB = 2**20
@@ -97,7 +97,7 @@ def test_converting_holds_one_tensor_and_loading_the_model(tmp_path):
     write_tensor_file(
         folder / "model.safetensors", tensors, lambda name: torch.full(tensors[name].shape, 0.5)
     )
-    (folder / "config.json").write_text(json.dumps(_describe(MANY_LAYERS, {})))
+    (folder / "config.json").write_text(json.dumps(describe(MANY_LAYERS, {})))
     size = (folder / "model.safetensors").stat().st_size
     assert size > 340 * MIB
     assert max(tensor.nbytes for tensor in tensors.values()) == 16 * MIB

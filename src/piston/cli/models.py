@@ -14,6 +14,7 @@ from rich.table import Table
 
 from piston import presets
 from piston.cli.console import console, table
+from piston.models.configs import NamedGemmaSize, NamedVisionSize
 from piston.progress import BYTES, ProgressBar
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
     from piston.models.model import Model
     from piston.verification import Quantity
+
+Format = Literal["piston", "openpi", "lerobot"]
 
 # Bytes per trained parameter: float32 master, gradient, two moments of AdamW, mean of weights.
 _TRAINING_BYTES = 4 + 4 + 8 + 4
@@ -37,27 +40,44 @@ def run_summary(args: list[str]) -> None:
 def _convert(
     source: Annotated[str, tyro.conf.Positional],
     target: Annotated[Path, tyro.conf.Positional],
+    to: Format = "piston",
+    merge_lora: bool = False,
     dtype: Literal["float32", "bfloat16"] | None = None,
     preset: str | None = None,
+    vision: NamedVisionSize | None = None,
+    vlm: NamedGemmaSize | None = None,
+    action_expert: NamedGemmaSize | None = None,
+    asset_id: str | None = None,
 ) -> None:
-    """Write a checkpoint of the JAX trainer, openpi's PyTorch or LeRobot in Piston's format.
+    """Write a checkpoint of Piston, openpi (JAX or PyTorch) or LeRobot in another format.
 
     Args:
         source: A folder, a .safetensors file, or a location (gs://, hf://, https://).
         target: The new folder.
+        to: The format of the new folder; openpi is that of its PyTorch models.
+        merge_lora: Add LoRA adapters to the weights that they adapt; the result has none.
         dtype: Hold the large matrices in this; by default as they are stored.
         preset: Check the sizes against this preset; by default they are inferred.
+        vision: The size of the vision tower, if it cannot be inferred.
+        vlm: The size of the vision-language expert, if it cannot be inferred.
+        action_expert: The size of the action expert, if it cannot be inferred.
+        asset_id: Which statistics in assets/ LeRobot gets, or a name for those of a LeRobot policy.
     """
     import torch
 
     from piston import weights
 
+    sizes = {"vision": vision, "vlm": vlm, "action_expert": action_expert}
     with ProgressBar("converting", BYTES) as bar:
         checkpoint = weights.convert(
             source,
             target,
             None if dtype is None else getattr(torch, dtype),
+            to=to,
+            merge_lora=merge_lora,
             config=None if preset is None else presets.get(preset).model,
+            sizes={part: size for part, size in sizes.items() if size is not None},
+            asset_id=asset_id,
             progress=bar.show,
         )
     console().print(

@@ -46,7 +46,7 @@ def load_policy(
     """The policy of a checkpoint's folder or location.
 
     `dtype` None holds and computes as the checkpoint says. `preset` is for checkpoints without a
-    configuration of their own, such as foreign or converted ones. `options` are the policy's:
+    configuration of their own, such as foreign ones. `options` are the policy's:
     num_steps, seed, rtc_jacobian.
     """
     device = _usable_device(device)
@@ -138,6 +138,9 @@ def _with_statistics(data: DataConfig, folder: Path, preset: str) -> DataConfig:
             inside = place / "assets" / data.asset_id
             if (inside / "norm_stats.json").is_file():
                 return dataclasses.replace(data, norm_stats=read_norm_stats(inside))
+    if (theirs := weights.read_statistics(folder)) is not None:  # of a LeRobot policy
+        norm_stats, quantiles = theirs
+        return dataclasses.replace(data, norm_stats=norm_stats, use_quantile_norm=quantiles)
     return data.with_norm_stats(preset)
 
 

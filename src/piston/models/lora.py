@@ -58,11 +58,20 @@ class LoRALinear(Linear):
     @torch.no_grad()
     def merged(self) -> Linear:
         """Return a plain linear map that computes the same, with this (now changed) weight."""
-        correction = torch.matmul(self.lora_b.float(), self.lora_a.float()).flatten(0, 1)
-        self.weight.copy_(self.weight.float() + self.scale * correction)
+        self.weight.copy_(merged_weight(self.weight, self.lora_a, self.lora_b, self.scale))
         plain = Linear(self.in_features, self.out_features, bias=False, device="meta")
         plain.weight, plain.cpu_product = self.weight, self.cpu_product
         return plain
+
+
+def merged_weight(
+    weight: Float[Tensor, "o i"],
+    lora_a: Float[Tensor, "g r i"],
+    lora_b: Float[Tensor, "g k r"],
+    scale: float,
+) -> Float[Tensor, "o i"]:
+    """Return the float32 weight of the plain linear map that computes the same."""
+    return weight.float() + scale * torch.matmul(lora_b.float(), lora_a.float()).flatten(0, 1)
 
 
 def make_linear(

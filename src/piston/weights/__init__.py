@@ -1,4 +1,4 @@
-"""Checkpoints: reading ours, openpi's (JAX and PyTorch) and LeRobot's; writing ours."""
+"""Checkpoints: reading ours, openpi's and LeRobot's; writing ours, openpi's and LeRobot's."""
 
 from piston.weights.checkpoint import (
     Checkpoint,
@@ -8,8 +8,9 @@ from piston.weights.checkpoint import (
     expected_shapes,
     open_checkpoint,
 )
+from piston.weights.conversion import FORMATS, Format, convert
+from piston.weights.lerobot import read_statistics
 from piston.weights.models import (
-    convert,
     load_adapters,
     load_into,
     load_model,
@@ -19,8 +20,10 @@ from piston.weights.models import (
 from piston.weights.tensors import CheckpointError
 
 __all__ = [
+    "FORMATS",
     "Checkpoint",
     "CheckpointError",
+    "Format",
     "MismatchError",
     "build_model",
     "build_on_meta",
@@ -30,6 +33,7 @@ __all__ = [
     "load_into",
     "load_model",
     "open_checkpoint",
+    "read_statistics",
     "save_adapters",
     "save_model",
 ]

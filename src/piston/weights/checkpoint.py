@@ -24,7 +24,13 @@ from torch.overrides import TorchFunctionMode
 
 from piston import assets
 from piston.models.autoregressive import Pi0FAST
-from piston.models.configs import ModelConfig, Pi0Config, Pi0FASTConfig
+from piston.models.configs import (
+    GemmaSize,
+    ModelConfig,
+    Pi0Config,
+    Pi0FASTConfig,
+    VisionSize,
+)
 from piston.models.flow import Pi0
 from piston.models.lora import matching_parameters
 from piston.models.model import Model
@@ -93,12 +99,14 @@ def open_checkpoint(
     location: str | Path,
     config: ModelConfig | None = None,
     *,
+    sizes: Mapping[str, VisionSize | GemmaSize] | None = None,
     allow_missing: Iterable[str] | None = None,
 ) -> Checkpoint:
     """Open a checkpoint; its content decides the format.
 
-    Without `config`, the configuration is read from config.json or inferred. With `allow_missing`,
-    tensors that none of these patterns matches must not be missing.
+    Without `config`, the configuration is read from config.json or inferred; `sizes` gives those of
+    parts of a foreign model that cannot be inferred. With `allow_missing`, tensors that none of
+    these patterns matches must not be missing.
     """
     path = assets.resolve(location)
     tensors = _find_tensors(path)
@@ -115,6 +123,11 @@ def open_checkpoint(
             f"{tensors} holds values that are not floating-point in {', '.join(integers[:5])}. "
             "The file is damaged or not of this model."
         )
+    if sizes and (config is not None or format_ == OWN_FORMAT):
+        raise ValueError(
+            f"The sizes of {', '.join(sizes)} are given, but those of {path} ({format_}) are known "
+            f"from {'the preset' if config is not None else CONFIG}. Give only one of both."
+        )
     assumed: Mapping[str, Any] = {}
     if config is None and format_ == OWN_FORMAT:
         config = own_config(tensors.parent / CONFIG)
@@ -122,7 +135,7 @@ def open_checkpoint(
         # The JAX trainer's arrays are in `params`; config.json is beside that folder.
         inside = tensors.is_dir() and tensors.name != "params"
         stated = (tensors if inside else tensors.parent) / CONFIG
-        declared = declared_fields(stated)
+        declared = {**declared_fields(stated), **(sizes or {})}
         try:
             config, assumed = infer_config(shapes_of(entries), heads, declared)
         except CheckpointError as error:  # tensors under unknown names are a likely reason

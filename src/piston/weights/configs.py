@@ -1,5 +1,7 @@
 """The configuration of a checkpoint: read from its config.json, or inferred from its tensors.
 
+The tables of names of the foreign config.json files are used to read and to write them.
+
 Shapes show widths, depths, vocabulary, image size and action dimension. They do not show the
 horizon, the prompt length or the cameras: those come from the config.json of openpi, LeRobot or a
 reference case if there is one, else they are the usual ones of the family. The number of heads is
@@ -33,19 +35,21 @@ CONFIG = "config.json"
 OWN_FORMAT = "piston"
 VERSION = 1
 
-_FAMILIES = ("pi0", "pi05", "pi0_fast")
-_IMAGES = "observation.images."
+# LeRobot's names of the families.
+FAMILIES = {"π0": "pi0", "π0.5": "pi05", "π0-FAST": "pi0_fast"}
+IMAGES = "observation.images."
 # Their names of fields of our configurations: LeRobot's, then openpi's and the reference cases'.
 _VARIANTS = {"vlm": "paligemma_variant", "action_expert": "action_expert_variant"}
-_LEROBOT_NAMES = {
+LEROBOT_NAMES = {
     **_VARIANTS,
     "action_dim": "max_action_dim",
     "action_horizon": "chunk_size",
     "max_token_len": "tokenizer_max_length",
+    "max_decoding_steps": "max_decoding_steps",
     "dtype": "dtype",
 }
 _SAME = ("action_dim", "action_horizon", "max_token_len", "max_decoding_steps")
-_OPENPI_NAMES = {
+OPENPI_NAMES = {
     **{name: name for name in (*_SAME, "discrete_state_input")},
     "dtype": "precision",
     **_VARIANTS,
@@ -92,21 +96,21 @@ def declared_fields(path: Path) -> dict[str, Any]:
     Return nothing where there is no such file or it is of an unknown kind.
     """
     data = read_object(path) if path.is_file() else {}
-    names = _OPENPI_NAMES
+    names = OPENPI_NAMES
     more: dict[str, Any] = {}
-    if data.get("type") in _FAMILIES:
-        names = _LEROBOT_NAMES
+    if data.get("type") in FAMILIES.values():
+        names = LEROBOT_NAMES
         features = data.get("input_features") or {}
         if not isinstance(features, dict) or not all(
             isinstance(f, dict) for f in features.values()
         ):
             raise CheckpointError(f"{path}: input_features does not describe each feature.")
-        images = {name: f for name, f in features.items() if name.startswith(_IMAGES)}
+        images = {name: f for name, f in features.items() if name.startswith(IMAGES)}
         cameras = [name for name, f in images.items() if f.get("type") == "VISUAL"]
-        more["cameras"] = tuple(name.removeprefix(_IMAGES) for name in cameras) or None
+        more["cameras"] = tuple(name.removeprefix(IMAGES) for name in cameras) or None
         if data["type"] == "pi0_fast":  # ours includes the action tokens, LeRobot's does not
             more["max_token_len"] = None
-    elif data.get("model") in _FAMILIES and isinstance(data.get("vision"), dict):
+    elif data.get("model") in FAMILIES.values() and isinstance(data.get("vision"), dict):
         more = _case_sizes(data, path)
     elif "paligemma_variant" not in data:
         return {}
@@ -120,6 +124,28 @@ def declared_fields(path: Path) -> dict[str, Any]:
     if stated["dtype"] not in ("float32", "bfloat16"):
         stated["dtype"] = None
     return {name: value for name, value in stated.items() if value is not None}
+
+
+def foreign_fields(config: ModelConfig, names: Mapping[str, str]) -> dict[str, Any]:
+    """Return what a foreign config.json states of a configuration, by the table of its names."""
+    values = {theirs: getattr(config, _RESOLVED.get(n, n), None) for n, theirs in names.items()}
+    return {
+        theirs: size_name(value) if isinstance(value, GemmaSize) else value
+        for theirs, value in values.items()
+        if value is not None
+    }
+
+
+def unusual_fields(config: ModelConfig) -> dict[str, str]:
+    """Return the sizes and the like in which a model differs from the public one of its family."""
+    usual = Pi0Config(pi05=config.pi05) if isinstance(config, Pi0Config) else Pi0FASTConfig()
+    sizes = ("vision", "vlm", "action_expert", "vocab_size", "image_size")
+    names = [name for name in (*sizes, "tokenizer", "state_in_prompt") if hasattr(usual, name)]
+    values = {n: getattr(config, n) for n in names if getattr(config, n) != getattr(usual, n)}
+    return {
+        name: size_name(value) if isinstance(value, VisionSize | GemmaSize) else str(value)
+        for name, value in values.items()
+    }
 
 
 def _case_sizes(data: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -245,16 +271,23 @@ def _choose_size(
             numbers["keys"] = size.num_kv_heads * size.head_dim
         if all(numbers[name] == number for name, number in visible.items()):
             return size
+    numbers_seen = ", ".join(f"{name} {n}" for name, n in visible.items() if n is not None)
+    option = f"--{part.replace('_', '-')}"
     if is_size:
         raise CheckpointError(
-            f"config.json beside the tensors states {part} as {size_name(stated)}, but the tensors "
-            "have another size. Correct or remove it, or give the model's configuration."
+            f"{part} is stated as {size_name(stated)} ({option}, or config.json beside the "
+            f"tensors), but the tensors have another size: {numbers_seen}. Correct or remove it."
         )
-    fields = {field.name for field in dataclasses.fields(kind)} - {"stem"}
+    fields = {*_numbers(kind), *({"lora"} & visible.keys())}
     if not fields <= visible.keys():
-        numbers_seen = ", ".join(f"{name} {n}" for name, n in visible.items() if n is not None)
         raise CheckpointError(
             f"{part} ({numbers_seen}) has no known size, and files of this format do not show its "
-            "number of heads. Give the model's configuration."
+            "number of heads. Name a preset with a model of these sizes (--preset NAME), or give "
+            f"the size to `piston convert`: {option} "
+            + ",".join(f"{name}={visible.get(name, 'N')}" for name in _numbers(kind))
         )
     return kind(**{name: visible[name] for name in fields})
+
+
+def _numbers(kind: type[Size]) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind) if field.name not in ("stem", "lora")]

@@ -1,8 +1,7 @@
-"""Models from checkpoints and back: loading, saving and conversion, also of adapters alone.
+"""Models from checkpoints and back: loading and saving, also of adapters alone.
 
     model.safetensors       the tensors under our names
     config.json             {"format": "piston", "version": 1, "model": {…}}, and further sections
-    assets/                 norm statistics, copied from the source by `convert`
 
     adapters.safetensors    adapters alone, under their names in the whole model
     adapters.json           {"format": "piston-adapters", "version": 1, "lora": {expert: {…}}}
@@ -17,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -27,12 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from piston.files import atomic_file, atomic_folder, check_new_folder, sync, write_json
+from piston.files import atomic_file, atomic_folder, sync, write_json
 from piston.models.configs import ModelConfig
 from piston.models.lora import adapter_state_dict
 from piston.models.model import Model
 from piston.models.precision import held_as_asked
-from piston.progress import Progress, no_progress
 from piston.serialization import to_json
 from piston.weights.checkpoint import (
     TENSORS,
@@ -49,7 +46,6 @@ from piston.weights.tensors import CheckpointError, read_object, read_tensor_fil
 
 logger = logging.getLogger(__name__)
 
-_ASSETS = "assets"
 _ADAPTERS, _ADAPTERS_CONFIG = "adapters.safetensors", "adapters.json"
 _ADAPTERS_FORMAT = {"format": "piston-adapters", "version": 1}
 _MAX_THREADS = 4  # the bandwidth of memory limits reading
@@ -97,7 +93,7 @@ def load_into(
     if any(on_meta) and not all(on_meta):
         raise ValueError("Part of the model is on the meta device. Build all of it on one device.")
     if any(on_meta):
-        held = _held_dtypes(model, checkpoint, dtype)
+        held = held_dtypes(model, checkpoint, dtype)
         for name, tensor in state.items():
             state[name] = torch.empty(tensor.shape, dtype=held[name], device=device)
         _read_all(checkpoint, state)
@@ -132,7 +128,7 @@ def _initial_values(config: ModelConfig, names: Sequence[str]) -> dict[str, Tens
     return values
 
 
-def _held_dtypes(
+def held_dtypes(
     model: nn.Module, checkpoint: Checkpoint, dtype: torch.dtype | None
 ) -> dict[str, torch.dtype]:
     """Return the dtype in which each tensor is held if `dtype` is asked for; None is as stored.
@@ -171,49 +167,7 @@ def save_model(
         raise ValueError(f"{len(empty)} tensors have no values (meta device), such as {empty[0]}.")
     what = "The tensors are not the configuration's"
     check_match(expected_shapes(config), shapes_of(state), what=what)
-    _write_pair(Path(folder), TENSORS, state, CONFIG, _describe(config, sections or {}))
-
-
-def convert(
-    source: str | Path,
-    target: str | Path,
-    dtype: torch.dtype | None = None,
-    *,
-    config: ModelConfig | None = None,
-    progress: Progress = no_progress,
-) -> Checkpoint:
-    """Write a checkpoint of any known format in our own, holding one tensor in memory at a time.
-
-    `dtype` None keeps the dtype of every tensor, except that tensors which are float32 in every
-    model become float32. `progress` counts bytes.
-    """
-    target = Path(target).absolute()
-    check_new_folder(target)
-    checkpoint = open_checkpoint(source, config, allow_missing=())
-    model = build_on_meta(checkpoint.config)
-    held = _held_dtypes(model, checkpoint, dtype)
-    if checkpoint.assumed:
-        logger.warning(
-            "%s does not state these fields, so their usual values were assumed: %s. If the model "
-            "was trained with other values, convert with its configuration (--preset).",
-            checkpoint,
-            ", ".join(f"{name} = {value}" for name, value in checkpoint.assumed.items()),
-        )
-    for name, reason in checkpoint.dropped.items():
-        logger.info("Left out %s: %s.", name, reason)
-    with atomic_folder(target) as fresh:
-        state = model.state_dict()
-        written = {name: state[name].to(held[name]) for name in checkpoint.names()}
-        write_tensor_file(
-            fresh / TENSORS, written, lambda name: checkpoint.tensor(name, held[name]), progress
-        )
-        write_json(fresh / CONFIG, _describe(checkpoint.config, {}), indent=2)
-        # Of a trainer's step folder, which may be given by its params or its file.
-        path = checkpoint.path
-        step = path if path.is_dir() and path.name != "params" else path.parent
-        if (step / _ASSETS).is_dir():
-            shutil.copytree(step / _ASSETS, fresh / _ASSETS)
-    return open_checkpoint(target)
+    _write_pair(Path(folder), TENSORS, state, CONFIG, describe(config, sections or {}))
 
 
 def _write_pair(
@@ -229,7 +183,8 @@ def _write_pair(
         write_json(place / json_name, described, indent=2)
 
 
-def _describe(config: ModelConfig, sections: Mapping[str, Any]) -> dict[str, Any]:
+def describe(config: ModelConfig, sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of our config.json."""
     own = {"format": OWN_FORMAT, "version": VERSION, "model": to_json(config)}
     if clash := sorted(own.keys() & sections.keys()):
         raise ValueError(f"Sections of config.json may not be named {', '.join(clash)}.")

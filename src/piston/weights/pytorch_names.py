@@ -2,13 +2,13 @@
 
 Both build on Hugging Face's PaliGemma and Gemma, which have our layouts: only names differ.
 LeRobot's names start with `model.`; older LeRobot files have the module tree of older libraries.
-In the tables `*` stands for the number of the layer.
+In the tables `*` stands for the number of the layer. The same table is used to read and to write.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from piston.weights.tensors import CheckpointError
@@ -72,12 +72,16 @@ for _tree, _expert in {_VLM_TREE: "vlm.", _EXPERT_TREE: "action_expert."}.items(
 for _leaf in (".weight", ".bias"):
     TABLE |= {theirs + _leaf: ours + _leaf for theirs, ours in _modules.items()}
 
+_OURS = {ours: theirs for theirs, ours in TABLE.items()}
+_LAYER = re.compile(r"(?<=\.layers\.|\.blocks\.)\d+(?=\.)")
+
+EXPERT_HEAD = "paligemma_with_expert.gemma_expert.lm_head.weight"
 _NO_VOCABULARY = "the action expert has no vocabulary, so this is never used"
 _STATISTICS = "statistics of a data set, which belong in norm_stats.json"
 TIED = "the output head is tied to the embedding table, which is kept once"
 # Beginnings of names that are deliberately not used, with the reason.
 _DROPPED = {
-    "paligemma_with_expert.gemma_expert.lm_head.weight": _NO_VOCABULARY,
+    EXPERT_HEAD: _NO_VOCABULARY,
     f"{_EXPERT_TREE}embed_tokens.weight": _NO_VOCABULARY,
     "normalize_inputs.": _STATISTICS,
     "normalize_targets.": _STATISTICS,
@@ -109,20 +113,28 @@ def translate(names: Iterable[str]) -> Translation:
     dropped = {**_DROPPED, OUTPUT_HEAD: TIED} if EMBEDDING in plain.values() else _DROPPED
     for name, known in plain.items():
         reason = next((why for start, why in dropped.items() if known.startswith(start)), None)
-        layer = re.search(r"(?<=\.layers\.)\d+(?=\.)", known)
-        template = known if layer is None else f"{known[: layer.start()]}*{known[layer.end() :]}"
-        ours = TABLE.get(EMBEDDING if known == OUTPUT_HEAD else template)
+        ours = _look_up(TABLE, EMBEDDING if known == OUTPUT_HEAD else known)
         if reason is not None:
             found.dropped[name] = reason
         elif ours is None:
             found.unknown.append(name)
         else:
-            ours = ours if layer is None else ours.replace("*", layer[0])
             if ours in found.used:
                 both = f"{found.used[ours]} and {name}"
                 raise CheckpointError(f"{both} both are {ours}. Remove one of them from the file.")
             found.used[ours] = name
     return found
+
+
+def foreign_name(name: str) -> str | None:
+    """Return openpi's name of one of our tensors; None if openpi's models have no such tensor."""
+    return _look_up(_OURS, name)
+
+
+def _look_up(table: Mapping[str, str], name: str) -> str | None:
+    layer = _LAYER.search(name)
+    found = table.get(name if layer is None else f"{name[: layer.start()]}*{name[layer.end() :]}")
+    return found if found is None or layer is None else found.replace("*", layer[0])
 
 
 def plain_name(name: str) -> str:
