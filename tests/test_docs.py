@@ -1,11 +1,21 @@
 """The pages are true: their code runs and prints what they show, their links lead somewhere."""
 
+import contextlib
+import functools
+import importlib
+import io
 import re
+import shlex
 import subprocess
 import sys
+import types
+from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from piston import cli, presets
+from piston.cli import train
 
 REPOSITORY = Path(__file__).parent.parent
 DOCS = REPOSITORY / "docs"
@@ -54,3 +64,93 @@ def test_links_lead_somewhere(page):
 def test_new_robot_takes_less_than_sixty_lines():
     (robot, _), (preset, _), *_ = BLOCK.findall((DOCS / "your-robot.md").read_text("utf-8"))
     assert len((robot + preset).splitlines()) < 60
+
+
+MIGRATION = DOCS / "coming-from-openpi.md"
+# A table is named by the headings above it: its system and its subject.
+ROW = re.compile(r"^\| (?P<theirs>.*?) \| (?P<ours>.*) \|$")
+SPAN = re.compile(r"`([^`]+)`")
+
+
+def migration_spans():
+    """Yield the subject of a table and each code span in its last column."""
+    subject = None
+    for line in MIGRATION.read_text("utf-8").splitlines():
+        if line.startswith("#"):
+            subject = line.lstrip("# ")
+        elif (row := ROW.match(line)) and row["ours"] != "Piston":
+            for span in SPAN.findall(row["ours"]):
+                yield subject, span
+
+
+def parses_in_training(preset, *options):
+    name = [] if "--exp-name" in options else ["--exp-name", "x"]
+    return train.parse([preset, *options, *name]).name == preset
+
+
+def joined(option_lists):
+    """Yield lists of options that can be parsed together, because parsing takes a while."""
+    together = []
+    for options in option_lists:
+        names = {word for word in options if word.startswith("--")}
+        if names & {*together, "--resume", "--lr-schedule"}:  # these contradict some before them
+            yield together
+            together = []
+        together = [*together, *options]
+    yield together
+
+
+@functools.cache
+def help_of(*command):
+    with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
+        cli.main([*command, "--help"])
+    return shown.getvalue()
+
+
+def has_options(verb, *rest):
+    """Whether the help of a command, such as `serve` or `data check`, shows all its options."""
+    command = (verb, rest[0]) if verb in ("data", "client") else (verb,)
+    options = [word for word in rest if word.startswith("--")]
+    return all(re.search(rf"(?m)(^|\s){option}\b", help_of(*command)) for option in options)
+
+
+def exists(dotted):
+    """Whether `piston.module.Class.attribute` exists; a field of a dataclass is an attribute."""
+    found, *rest = importlib.import_module("piston"), *dotted.split(".")[1:]
+    for position, name in enumerate(rest, start=1):
+        if isinstance(found, types.ModuleType) and not hasattr(found, name):
+            found = importlib.import_module(".".join(["piston", *rest[:position]]))
+        elif name in getattr(found, "__dataclass_fields__", ()):
+            found = None
+        else:
+            found = getattr(found, name)
+    return True
+
+
+def test_options_of_the_migration_tables_parse():
+    options = [shlex.split(span) for _, span in migration_spans() if span.startswith("--")]
+    assert len(options) > 20
+    for together in joined(options):
+        assert parses_in_training("pi0_aloha_pen_uncap", *together)
+
+
+def test_commands_and_names_of_the_migration_tables_exist():
+    kinds = Counter()
+    source = "".join(path.read_text("utf-8") for path in (REPOSITORY / "src").rglob("*.py"))
+    for subject, span in migration_spans():
+        words = shlex.split(span)
+        if words[0] == "torchrun":
+            words = ["piston", *words[words.index("piston.cli") + 1 :]]
+        if words[0] == "piston" and words[1] in ("train", "stats"):
+            kind, is_right = "command", parses_in_training(*words[2:])
+        elif words[0] == "piston":
+            kind, is_right = "command", words[1] in cli.VERBS and has_options(*words[1:])
+        elif span.startswith("piston."):
+            kind, is_right = "name", exists(span)
+        elif subject == "Checkpoints":
+            kind, is_right = "preset", span in presets.names()
+        elif not span.startswith("--"):
+            kind, is_right = "text", span == "owner/name" or span.split("/")[-1] in source
+        assert is_right, span
+        kinds[kind] += 1
+    assert min(kinds[kind] for kind in ("command", "name", "preset")) > 5, kinds
