@@ -5,6 +5,7 @@ import shutil
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from piston.cli import main
@@ -156,6 +157,34 @@ def test_the_list_of_episodes_tells_the_version(tmp_path, caplog, declared, layo
 
 
 @pytest.mark.parametrize("version", ["v2.1", "v3.0"])
+def test_tasks_in_the_file_of_the_other_version(tmp_path, caplog, version):
+    folder = Folder(tmp_path / "set", version)
+    meta = folder.root / "meta"
+    if version == "v3.0":
+        (meta / "tasks.parquet").unlink()
+        rows = [{"task_index": i, "task": task} for i, task in enumerate(folder.tasks)]
+        (meta / "tasks.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    else:
+        (meta / "tasks.jsonl").unlink()
+        table = pa.table({"task_index": [0, 1], "task": folder.tasks})
+        pq.write_table(table, meta / "tasks.parquet")
+    assert open_dataset(folder.root).metadata.tasks == dict(enumerate(folder.tasks))
+    [record] = caplog.records
+    assert "is missing, but meta/tasks." in record.message
+
+
+def test_whole_numbers_with_a_decimal_point_are_whole_numbers(tmp_path, caplog):
+    folder = Folder(tmp_path / "set", "v2.1")
+    path = folder.root / "meta/episodes.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        row |= {key: float(row[key]) for key in ("episode_index", "length")}
+    path.write_text("\n".join(map(json.dumps, rows)))
+    _read_like(folder, Folder(tmp_path / "tidy", "v2.1"))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("version", ["v2.1", "v3.0"])
 def test_a_camera_declared_as_image_and_stored_as_video(tmp_path, caplog, version):
     folder = Folder(tmp_path / "set", version)
     features = json.loads((folder.root / "meta/info.json").read_text())["features"]
@@ -243,7 +272,7 @@ def test_the_check_has_one_row_for_each_kind_of_problem(tmp_path, capsys, monkey
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["data", "check", str(folder.root)]) == 0
     out = capsys.readouterr().out
-    assert "0 errors, 1 warnings, 1 notes" in out
+    assert "1 warning, 1 note: training can use it" in out
     assert f"5 episodes: 0–4; {TOP}" in out
     assert "has 1 frames, 6 are needed" in out
     assert "4 episodes: 5, 7, 9, 11" in out

@@ -253,11 +253,13 @@ def test_random_samples_have_no_further_sets(tmp_path):
 
 def test_missing_statistics_name_the_command_for_all_sets(tmp_path):
     words = ["pi0_libero", "--exp-name", "x", "--assets-base-dir", str(tmp_path), "--weights", "x"]
-    config = parse([*words, "--data.extra-datasets", "a/b", "c/d#!7"])
+    chosen = ["--validation-episodes", "2", "--seed", "5"]
+    config = parse([*words, *chosen, "--data.extra-datasets", "a/b", "c/d#!7"])
     data = dataclasses.replace(config.data, assets=AssetsConfig())
     with pytest.raises(FileNotFoundError, match="piston stats pi0_libero") as missing:
         train_loop(dataclasses.replace(config, data=data))
     assert "--data.extra-datasets a/b 'c/d#!7'" in str(missing.value)
+    assert "--validation-episodes 2 --seed 5" in str(missing.value)
 
 
 def test_a_choice_that_is_not_there_names_its_set(tmp_path, folder, first):

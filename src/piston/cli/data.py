@@ -48,7 +48,8 @@ def _check(path: Annotated[str, tyro.conf.Positional]) -> int:
         screen.print(_problem_table(groups))
     ok = usable(problems)
     found = Counter[str](group.severity for group in groups)
-    counts = ", ".join(f"{found[severity]} {severity}s" for severity in _COLOURS)
+    numbers = [f"{count} {severity}{'s' * (count > 1)}" for severity, count in found.items()]
+    counts = ", ".join(numbers) or "no problems"
     verdict = "[green]training can use it[/green]" if ok else "[red]training cannot use it[/red]"
     metadata = Metadata.read(locate(path))
     num_read, num_all = len(readable_episodes(metadata, problems)), len(metadata.episodes)

@@ -199,9 +199,10 @@ def not_a_written_set(root: Path) -> str | None:
 def list_files(root: Path) -> frozenset[str]:
     """Return the paths of all data and video files, relative to the root."""
     return frozenset(
-        f"{Path(folder).relative_to(root).as_posix()}/{name}"
+        f"{inside}/{name}"
         for top in ("data", "videos", "video")
         for folder, _, names in os.walk(root / top, followlinks=True)
+        for inside in [Path(folder).relative_to(root).as_posix()]
         for name in names
     )
 

@@ -96,6 +96,10 @@ class _MetaReader:
         self.fps: float = self.info["fps"]
         self.version = self._version()
         self._files = list_files(root) if with_files else None
+        # Some writers declare videos as images.
+        has_videos = any(path.startswith("video") for path in self._files or ())
+        kinds = CAMERA_DTYPES if has_videos else ("video",)
+        self._cameras = keys_of(self.features, *kinds)
         self._missing: dict[tuple[int, str | None], str] = {}  # by episode and camera: what is
         self._moved: dict[str, str] = {}  # of data and videos: the first that is elsewhere
 
@@ -135,7 +139,7 @@ class _MetaReader:
         found: dict[int, Episode] = {}
         start = 0
         for where, row in self._rows("episodes", "the episodes that it lists are left out"):
-            if (index := row.get("episode_index")) in found:
+            if (index := _whole(row.get("episode_index"))) in found:
                 self._add(where, f"episode {index} again", "the first one counts")
             elif (episode := self._episode(row, start)) is None:
                 self._add(where, f"not a usable episode: {str(row)[:80]}", "it is left out")
@@ -159,8 +163,9 @@ class _MetaReader:
         tasks = {}
         for where, row in self._rows("tasks", "each episode's first task is used for all its rows"):
             # pandas stores the texts as an index without a name.
-            index, text = row.get("task_index"), row.get("task", row.get("__index_level_0__"))
-            if isinstance(index, int) and isinstance(text, str):
+            text = row.get("task", row.get("__index_level_0__"))
+            index = _whole(row.get("task_index"))
+            if index is not None and isinstance(text, str):
                 tasks[index] = text
             else:
                 self._add(where, f"not a usable task: {row}", "it is left out")
@@ -168,14 +173,18 @@ class _MetaReader:
 
     def _rows(self, table: str, without: str) -> Iterator[tuple[str, Row]]:
         """Yield the place and the content of each row; `without` is the consequence of none."""
-        names, read = [f"{table}.jsonl"], read_json_lines
-        if self.version == "v3.0":
-            names, read = [f"{table}.parquet", f"{table}/*/*.parquet"], _read_parquet
-        paths = [path for name in names for path in sorted((self.root / "meta").glob(name))]
+        lists = {".jsonl": [f"{table}.jsonl"]}
+        lists[".parquet"] = [f"{table}.parquet", f"{table}/*/*.parquet"]
+        own, other = sorted(lists, reverse=self.version == "v3.0")
+        paths = self._meta_files(lists[own])
         if not paths:
-            self._add(f"meta/{names[0]}", "is missing", without)
+            paths, what = self._meta_files(lists[other]), "is missing"
+            if paths:
+                what += f", but {paths[0].relative_to(self.root).as_posix()} exists"
+            self._add(f"meta/{lists[own][0]}", what, "that is read" if paths else without)
         for path in paths:
             try:
+                read = _read_parquet if path.suffix == ".parquet" else read_json_lines
                 for number, row in read(path):
                     where = f"{path.name}:{number}"
                     if row is not None:
@@ -186,20 +195,22 @@ class _MetaReader:
                 where = path.relative_to(self.root).as_posix()
                 self._add(where, f"cannot be read: {error}", without)
 
+    def _meta_files(self, patterns: Iterable[str]) -> list[Path]:
+        return [path for one in patterns for path in sorted((self.root / "meta").glob(one))]
+
     def _episode(self, row: Row, start: int) -> Episode | None:
-        index, length = row.get("episode_index"), row.get("length")
-        if not isinstance(index, int) or not isinstance(length, int) or length < 1:
+        index, length = (_whole(row.get(key)) for key in ("episode_index", "length"))
+        if index is None or length is None or length < 1:
             return None
+        row = {**row, "episode_index": index, "length": length}
         tasks = row.get("tasks") or ()
         texts = (tasks,) if isinstance(tasks, str) else tasks
         data_path = self._find(row)
         if data_path is None or not isinstance(texts, list | tuple):
             return None
-        if isinstance(row.get("dataset_from_index"), int):
-            start = row["dataset_from_index"]
-        # Images are in the rows. Some writers declare their videos as images.
-        kinds = ("video",) if self._files is None else CAMERA_DTYPES
-        spans = {camera: self._video(row, camera) for camera in keys_of(self.features, *kinds)}
+        if (first := _whole(row.get("dataset_from_index"))) is not None:
+            start = first
+        spans = {camera: self._video(row, camera) for camera in self._cameras}
         videos = {camera: span for camera, span in spans.items() if span is not None}
         return Episode(index, start, length, tuple(map(str, texts)), data_path, videos)
 
@@ -224,15 +235,14 @@ class _MetaReader:
         `video` instead of `videos` or vice versa.
         """
         declared = self._path(self.info, row, camera)
-        if declared is None or self._files is None:
+        if declared is None or self._files is None or declared in self._files:
             return declared
         for path in filter(None, (declared, self._path({}, row, camera))):
             top, _, rest = path.partition("/")
             for candidate in (path, f"{_OTHER_NAMES.get(top, top)}/{rest}"):
                 if candidate in self._files:
-                    if candidate != declared:
-                        kind = "video_path" if camera else "data_path"
-                        self._moved.setdefault(kind, f"no file {declared}, but {candidate}")
+                    kind = "video_path" if camera else "data_path"
+                    self._moved.setdefault(kind, f"no file {declared}, but {candidate}")
                     return candidate
         self._missing[row["episode_index"], camera] = f"{declared} is missing"
         return declared
@@ -247,14 +257,15 @@ class _MetaReader:
         if self.version == "v3.0":
             prefix = f"videos/{camera}" if camera else "data"
             for name in PLACE:
-                number = row.get(f"{prefix}/{name}")
-                # pandas may have written whole numbers as floating-point ones, and NaN for none.
-                if isinstance(number, int | float) and number % 1 == 0:
-                    place[name] = int(number)
+                number = _whole(row.get(f"{prefix}/{name}"))
+                if number is not None:
+                    place[name] = number
                 else:
                     unknown.add(name)
         path = file_path(info, self.version, place, camera)
-        return None if unknown & fields_used(info, self.version, camera) else path
+        if unknown and unknown & fields_used(info, self.version, camera):
+            return None
+        return path
 
     def check(self, metadata: Metadata) -> None:
         """Compare the totals and the files with the list of episodes."""
@@ -279,13 +290,18 @@ class _MetaReader:
                 what = self._missing[metadata.episodes[0].index, camera]
                 what = f"declared as video, has no files: {what}"
                 self._add(camera, what, CAMERA_IGNORED, camera=camera)
-        filmed = {None, *metadata.cameras}.difference(keys_of(metadata.features, "image"))
+        filmed = [c for c in metadata.cameras if metadata.features[c].dtype == "video"]
         for episode in metadata.episodes:
-            for name in filmed:
+            for name in (None, *filmed):
                 if lacks := self._missing.get((episode.index, name)):
                     self.problems.append(episode_problem(episode.index, lacks, name))
         for kind, what in self._moved.items():
             self._add(f"info.json: {kind}", what, "the files that exist are read")
+
+
+def _whole(value: Any) -> int | None:
+    """Return a whole number, also if pandas wrote it with a decimal point; None for others."""
+    return int(value) if isinstance(value, int | float) and value % 1 == 0 else None
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[int, Row | None]]:

@@ -58,6 +58,9 @@ def read_statistics(config: TrainConfig) -> DataConfig:
             words += ["--model.action-horizon", str(config.model.action_horizon)]
         if config.assets_base_dir != preset.assets_base_dir:
             words += ["--assets-base-dir", config.assets_base_dir]
+        if config.validation_episodes:  # chosen by the seed
+            words += ["--validation-episodes", str(config.validation_episodes)]
+            words += ["--seed", str(config.seed)] if config.seed != preset.seed else []
     return config.data_config().with_norm_stats(shlex.join(words))
 
 
