@@ -36,3 +36,12 @@ def test_an_unknown_preset_ends_in_one_line(capsys):
 def test_an_unknown_verb_suggests_the_nearest(capsys):
     assert main(["preset"]) == 2
     assert "Did you mean 'presets'" in capsys.readouterr().err
+
+
+def test_a_preset_for_a_robot_of_ones_own_says_what_it_needs(capsys, tmp_path):
+    assert main(["presets", "tiny_robot"]) == 0
+    assert "describe it with --robot FILE" in capsys.readouterr().out
+    file = tmp_path / "arm.toml"
+    file.write_text('name = "arm"\ncameras = {}\n[state]\nstate = 3\n[actions]\naction = 2\n')
+    assert main(["presets", "pi0_aloha", "--robot", str(file)]) == 0
+    assert "RobotInputs(name='arm'" in capsys.readouterr().out

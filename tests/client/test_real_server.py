@@ -1,5 +1,8 @@
 """The client against Piston's own server: errors, busy, keys, TLS, restarts, ping."""
 
+import copy
+import functools
+import operator
 import shutil
 import subprocess
 import threading
@@ -8,11 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from piston import presets
 from piston.cli import main
 from piston.cli.client import example_of
 from piston.client import ActionChunkBroker, Client, ConnectionLost, ServerBusy, ServerError
+from piston.client.examples import leaves
+from piston.inference.loading import random_policy
 from piston.serving import ServerConfig, running_server
 
 
@@ -200,12 +206,49 @@ def test_ping_shows_the_server_s_refusal(capsys):
     with running_server(policy) as server:
         assert main(["client", "ping", server.url]) == 1
     error = capsys.readouterr().err
-    assert "refused an observation of pi0_aloha" in error
+    assert "does not say which observation it expects" in error
     assert "Traceback" not in error
+
+
+def test_ping_shows_what_the_policy_expects(capsys, monkeypatch):
+    monkeypatch.setattr("piston.cli.client.console", lambda: Console(width=80))
+    with running_server(random_policy("pi05_droid")) as server:
+        assert main(["client", "ping", server.url, "--count", "1"]) == 0
+    shown = capsys.readouterr().out
+    for word in ("DROID", "observation/exterior_image_1_left", "uint8 (any, any, 3)", "joint_6"):
+        assert word in shown
+    assert "float32 (15, 8)" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+# One preset for each registered robot; `tests/cli/test_init_robot.py` has those of files.
+EACH_ROBOT = {
+    type(preset.data).__name__: name
+    for name in presets.names()
+    if (preset := presets.get(name)).data.robot not in ("fake", "yours: --robot")
+}
+
+
+@pytest.mark.parametrize("preset", EACH_ROBOT.values(), ids=EACH_ROBOT.keys())
+def test_the_example_observation_of_every_robot_is_answered(preset):
+    with running_server(random_policy(preset)) as server, Client(server.url) as client:
+        example = client.example_observation()
+        actions = client.infer(example)["actions"]
+        assert list(actions.shape) == client.metadata["actions"]["shape"]
+        assert len(client.metadata["actions"]["names"]) == actions.shape[-1]
+        for path, entry in leaves(client.metadata["observation"]):
+            smaller = copy.deepcopy(example)
+            inner = functools.reduce(operator.getitem, path[:-1], smaller)
+            del inner[path[-1]]
+            if not entry["required"]:
+                client.infer(smaller)
+                continue
+            with pytest.raises(ServerError, match=f"{path[-1]}.* is missing|prompt"):
+                client.infer(smaller)
 
 
 def test_every_preset_of_a_robot_has_an_example():
     for name in presets.names():
         preset = presets.get(name)
-        if preset.data.robot != "fake":
+        if preset.data.robot not in ("fake", "yours: --robot"):
             assert example_of(preset)

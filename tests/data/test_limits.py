@@ -13,7 +13,9 @@ from piston.data import limits as module
 from piston.data.limits import action_limits
 from piston.data.pipeline import open_sources
 from piston.data.statistics import TransformedColumns, compute_statistics
+from piston.robots import RobotDataConfig, RobotInputs
 from piston.robots.aloha import LeRobotAlohaDataConfig
+from piston.robots.description import DescribedRobotDataConfig
 from piston.robots.simple import (
     DroidDataConfig,
     FakeDataConfig,
@@ -102,6 +104,15 @@ RLDS = {"observation/joint_position": 7, "observation/gripper_position": 1, "act
 UR5 = {"joints": 6, "gripper": 1, "actions": 7}
 LIBERO = {"state": 8, "actions": 7}
 METAWORLD = {"observation.state": 4, "action": 4}
+ARM = RobotInputs(
+    name="arm",
+    cameras={},
+    state={"state": ("b", "gripper", "a")},
+    actions={"action": ("a", "b", "gripper")},
+    columns={},
+    relative=("a", "b"),
+    grippers={"gripper": (0.8, -0.1)},
+)
 ROBOTS = {
     "aloha": (LeRobotAlohaDataConfig(**NAMED), ALOHA),
     "aloha absolute": (LeRobotAlohaDataConfig(**NAMED, use_delta_joint_actions=False), ALOHA),
@@ -114,6 +125,7 @@ ROBOTS = {
     "libero": (LeRobotLiberoDataConfig(**NAMED), LIBERO),
     "libero delta": (LeRobotLiberoDataConfig(**NAMED, extra_delta_transform=True), LIBERO),
     "metaworld": (LeRobotMetaworldDataConfig(**NAMED), METAWORLD),
+    "described": (DescribedRobotDataConfig(**NAMED, description=ARM), {"state": 3, "action": 3}),
 }
 WITHOUT_DATA = {FakeDataConfig, DroidDataConfig}
 
@@ -123,7 +135,7 @@ def test_every_robot_is_tried_here():
         return {cls}.union(*map(below, cls.__subclasses__()))
 
     ours = {cls for cls in below(DataConfigFactory) if cls.__module__.startswith("piston.robots")}
-    concrete = {cls for cls in ours if hasattr(cls, "robot")}
+    concrete = ours - {RobotDataConfig}
     assert concrete == {type(factory) for factory, _ in ROBOTS.values()} | WITHOUT_DATA
 
 

@@ -197,7 +197,7 @@ def test_threads_do_not_change_a_bit(monkeypatch):
 def test_a_bad_value_is_named_with_episode_and_frame():
     dataset = Columns([50, 60], normal)
     dataset.columns["observation.state"][73, 1] = np.nan
-    table = RobotInputs("arm", SLOTS, {"state": 3}, 3, "images", optional=SLOTS)
+    table = RobotInputs("arm", SLOTS, {"state": 3}, {"actions": 3}, "images", optional=tuple(SLOTS))
 
     def careless(data):
         return {key: data[key] for key in ("state", "actions")}

@@ -198,7 +198,7 @@ def checkpoint(tmp_path, aloha):
 def test_a_folder_is_all_that_is_needed(checkpoint, aloha):
     policy = piston.load_policy(checkpoint)
     assert isinstance(policy, Policy)
-    assert policy.metadata == {"reset_pose": [0, 1]}
+    assert policy.metadata["reset_pose"] == [0, 1]
     example = make_aloha_example()
     unnormalized = policy.infer(example, seed=0)["actions"]
     assert not np.allclose(unnormalized, aloha.infer(example, seed=0)["actions"])
@@ -211,7 +211,8 @@ def test_a_converted_folder_is_all_that_is_needed(checkpoint, tmp_path):
     example = make_aloha_example()
     weights.convert(checkpoint, tmp_path / "converted")
     found, expected = map(piston.load_policy, (tmp_path / "converted", checkpoint))
-    assert found.metadata == expected.metadata == {"reset_pose": [0, 1]}
+    assert found.metadata == expected.metadata
+    assert found.metadata["reset_pose"] == [0, 1]
     actions = expected.infer(example, seed=0)["actions"]
     assert np.array_equal(found.infer(example, seed=0)["actions"], actions)
 
@@ -338,7 +339,9 @@ def test_nonsense_in_a_request_is_named(aloha, request_keys, message):
 
 @pytest.mark.parametrize("name", [n for n in presets.names() if "debug" not in n])
 def test_every_preset_with_a_robot_can_be_wired(name):
-    assert random_policy(name).metadata is not None
+    robot = UR5 if presets.get(name).data.robot == "yours: --robot" else None
+    metadata = random_policy(name, robot=robot).metadata
+    assert metadata["robot"] == ("UR5" if robot else presets.get(name).data.robot)
 
 
 def test_a_run_s_folder_names_its_newest_checkpoint(checkpoint):

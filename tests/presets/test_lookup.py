@@ -85,7 +85,7 @@ from piston.serialization import register
 @register("my_robot")
 @dataclasses.dataclass(frozen=True)
 class MyDataConfig(RobotDataConfig):
-    inputs = RobotInputs("MyRobot", {"front": "base_0_rgb"}, {"joints": 2}, 2)
+    inputs = RobotInputs("MyRobot", {"front": "base_0_rgb"}, {"joints": 2}, {"actions": 2})
 """
 
 

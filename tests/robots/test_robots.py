@@ -210,7 +210,7 @@ def test_outputs_need_the_robots_dimensions(robot):
 
 def test_two_cameras_in_one_slot_are_refused():
     with pytest.raises(ValueError, match="two cameras are mapped to one slot"):
-        RobotInputs("Arm", {"a": "s", "b": "s"}, {"state": 1}, 1)
+        RobotInputs("Arm", {"a": "s", "b": "s"}, {"state": 1}, {"actions": 1})
 
 
 def test_padding_marks_are_passed_on():

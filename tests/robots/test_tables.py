@@ -76,4 +76,4 @@ def test_columns_of_a_data_set_are_renamed():
         "actions": "actions",
     }
     with pytest.raises(ValueError, match="'columns' names 'joint'; the robot has 'actions', 'joi"):
-        RobotInputs("Arm", {}, {"joints": 1}, 1, columns={"joint": "state"})
+        RobotInputs("Arm", {}, {"joints": 1}, {"actions": 1}, columns={"joint": "state"})

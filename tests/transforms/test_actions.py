@@ -70,7 +70,12 @@ def test_no_mask_or_no_actions_change_nothing():
     ("state", "actions", "mask", "message"),
     [
         ((2,), (4, 2), [True] * 3, "mask has 3 entries, 'actions' only 2 dimensions"),
-        ((2,), (4, 5), [False, False, True], "action dimension 2 relative, but 'state' has only 2"),
+        (
+            (2,),
+            (4, 5),
+            [False, False, True],
+            "action dimension 2 relative to dimension 2 of 'state', which has only 2",
+        ),
         ((3, 2), (4, 2), [True], "batch axes must agree"),
         ((2,), (2,), [True], r"'actions' \(2,\); their batch axes .* \(…, horizon, dim\)"),
     ],

@@ -16,6 +16,7 @@ VERBS = {
     "demo": ("demo", "record, train, serve and evaluate a small policy, in one go"),
     "presets": ("presets", "list the named configurations, or show one in full"),
     "data": ("data", "check a data set, or show what it holds"),
+    "init-robot": ("robots", "describe a robot of your own in a file, from a data set of it"),
     "stats": ("train", "compute the normalisation statistics of a data set"),
     "record": ("sim", "let a scripted expert show a simulated robot's task"),
     "train": ("train", "train a preset's model on a data set"),
@@ -41,7 +42,9 @@ def main(args: Sequence[str] | None = None) -> int:
         hint = did_you_mean(verb, VERBS)
         return fail(f"No verb is named {verb!r}.{hint}\n\n{_help()}", code=2)
     module = f"piston.cli.{VERBS[verb][0]}"
-    return run_command(lambda: getattr(importlib.import_module(module), f"run_{verb}")(rest))
+    return run_command(
+        lambda: getattr(importlib.import_module(module), f"run_{verb.replace('-', '_')}")(rest)
+    )
 
 
 def run_command(command: Callable[[], int | None]) -> int:

@@ -1,33 +1,37 @@
-"""`piston client ping HOST`: how long a policy server takes to answer, and how much is overhead."""
+"""`piston client ping HOST`: what a policy server expects, and how long it takes to answer."""
 
 from __future__ import annotations
 
 import dataclasses
 import operator
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
+from rich.table import Table
 
 from piston import presets
 from piston.cli.console import console, fail, table
 from piston.client import Client, Percentiles, ServerError
+from piston.client.examples import example_observation, leaves
 from piston.config import TrainConfig
-from piston.transforms import Data
 
 
 @dataclasses.dataclass(frozen=True)
 class Ping:
-    """Ask a policy server many times with a random observation; print round-trip percentiles."""
+    """Show what a policy server expects and returns, and how long it takes to answer.
+
+    It is asked many times with a random observation.
+    """
 
     # Name, address, or a whole ws:// or wss:// location.
     host: Annotated[str, tyro.conf.Positional] = "127.0.0.1"
     # The server's; 8000 where the host names none.
     port: int | None = None
-    # Whose robot's observations to send: what the server was started with.
-    preset: str = "pi0_aloha"
+    # Send observations of this preset's robot, for servers that do not say what they expect.
+    preset: str | None = None
     # Requests to measure.
     count: int = 100
     # Requests before them that are not measured.
@@ -53,13 +57,14 @@ def run_client(args: list[str]) -> int:
     try:
         return ping(settings)
     except ServerError as error:
-        return fail(f"The server refused an observation of {settings.preset}: {error}")
+        kind = f"an observation of {settings.preset}" if settings.preset else "its own example"
+        return fail(f"The server refused {kind}: {error}")
 
 
 def ping(settings: Ping) -> int:
     if settings.count < 1:
         raise ValueError(f"--count is {settings.count}; expected at least 1.")
-    observation = example_of(presets.get(settings.preset))
+    observation = example_of(presets.get(settings.preset)) if settings.preset else None
     client = Client(
         settings.host,
         settings.port,
@@ -73,7 +78,16 @@ def ping(settings: Ping) -> int:
         about = client.metadata.get("piston")
         kind = f"Piston {about['version']}" if isinstance(about, Mapping) else "openpi's protocol"
         screen = console()
-        screen.print(f"{client.uri} ({kind}), {settings.count} observations of {settings.preset}")
+        of = f" of {settings.preset}" if settings.preset else ""
+        screen.print(f"{client.uri} ({kind}), {settings.count} observations{of}")
+        if "observation" in client.metadata:
+            screen.print(observation_table(client.metadata))
+        elif observation is None:
+            raise ValueError(
+                f"{client.uri} does not say which observation it expects. Name a preset with the "
+                "robot that it serves: --preset pi0_aloha"
+            )
+        observation = observation or client.example_observation()
         for _ in range(settings.warm_up):
             client.infer(observation)
         totals, inferences = [], []  # seconds; a server may report the latter
@@ -92,11 +106,42 @@ def ping(settings: Ping) -> int:
     return 0
 
 
-def example_of(preset: TrainConfig) -> Data:
+def observation_table(metadata: Mapping[str, Any]) -> Table:
+    """Return a table of what a policy expects and returns, in 80 columns or more."""
+    rows = []
+    for path, entry in leaves(metadata["observation"]):
+        shape = ["any" if size is None else size for size in entry.get("shape", ())]
+        about = "" if entry["required"] else "optional"
+        rows.append([" → ".join(path), _type(entry["dtype"], shape), about or _names(entry)])
+    actions = metadata.get("actions")
+    if isinstance(actions, Mapping):
+        rows.append(
+            ["returns: actions", _type(actions["dtype"], actions["shape"]), _names(actions)]
+        )
+    hz = metadata.get("control_hz")
+    rate = f", {hz:g} steps per second" if isinstance(hz, int | float) else ""
+    title = f"Observations of {metadata.get('robot', 'the robot')}{rate}"
+    made = table(("key", "type", ""), rows, title=title)
+    # The names of dimensions are wrapped first, keys only if they are very long.
+    made.columns[0].min_width = min(40, max(len(key) for key, *_ in rows))
+    made.columns[1].no_wrap = True
+    return made
+
+
+def _type(dtype: str, shape: Sequence[int | str]) -> str:
+    return f"{dtype} ({', '.join(map(str, shape))})" if shape else dtype
+
+
+def _names(entry: Mapping[str, Any]) -> str:
+    return ", ".join(entry.get("names", ()))
+
+
+def example_of(preset: TrainConfig) -> dict[str, Any]:
     """A random observation in the keys of the preset's robot."""
-    example = preset.data.example()
-    if "images" in example and len(preset.model.cameras) == 1:
-        # A model of one camera refuses the others.
-        first = next(iter(example["images"]))
-        example["images"] = {first: example["images"][first]}
-    return example
+    metadata = preset.data_config().robot_metadata
+    if not metadata:
+        raise ValueError(
+            f"{preset.name} has no robot with an example observation. Choose a preset with a "
+            "robot, such as pi0_aloha_sim."
+        )
+    return example_observation(metadata)

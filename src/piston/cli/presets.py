@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
@@ -14,6 +15,7 @@ from piston import presets
 from piston.cli.console import console, table
 from piston.config import DataConfig, TrainConfig
 from piston.models.configs import GemmaSize, VisionSize, size_name
+from piston.robots.description import read_robot, with_robot
 from piston.transforms import Transform
 
 
@@ -21,11 +23,14 @@ def run_presets(args: list[str]) -> None:
     tyro.cli(_presets, args=args, prog="piston presets")
 
 
-def _presets(name: Annotated[str | None, tyro.conf.Positional] = None) -> None:
+def _presets(
+    name: Annotated[str | None, tyro.conf.Positional] = None, /, robot: Path | None = None
+) -> None:
     """List the presets, or show one in full with its transform chain.
 
     Args:
         name: The preset to show.
+        robot: A file that describes a robot, in place of the preset's.
     """
     if name is None:
         columns = ("name", "model", "robot", "data", "steps", "for")
@@ -33,10 +38,17 @@ def _presets(name: Annotated[str | None, tyro.conf.Positional] = None) -> None:
         console().print(table(columns, rows, title="Presets", right=("steps",)))
         return
     preset = presets.get(name)
+    if robot is not None:
+        preset = with_robot(preset, read_robot(robot))
     tree = Tree(f"[bold]{preset.name}[/bold]")
     _add_fields(tree, preset)
     console().print(tree)
-    console().print(_chain(preset.data_config()))
+    try:
+        data = preset.data_config()
+    except ValueError as error:  # the preset is for a robot that --robot describes
+        console().print(escape(str(error)))
+    else:
+        console().print(_chain(data))
 
 
 def _row(preset: TrainConfig) -> tuple[str, ...]:

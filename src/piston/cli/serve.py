@@ -29,6 +29,9 @@ class ServeArguments:
     checkpoint: Annotated[str | None, tyro.conf.Positional] = None
     # The robot, for checkpoints that do not say it themselves.
     preset: str | None = None
+    # A file that describes the robot, in place of the preset's or for other keys. A checkpoint that
+    # was trained with such a file contains it.
+    robot: Path | None = None
     # Serve a tiny model with random weights for the preset's robot, to try the wiring.
     random_weights: bool = False
     # What weights are held in; by default as they are stored. int8 is for CPUs.
@@ -103,9 +106,12 @@ def _make_policy(arguments: ServeArguments) -> Policy:
     import torch
 
     from piston.inference.loading import load_policy, random_policy
+    from piston.robots.description import read_robot
 
     names = ("default_prompt", "num_steps", "seed", "rtc_jacobian")
     options: dict[str, Any] = {name: getattr(arguments, name) for name in names}
+    if arguments.robot is not None:
+        options["robot"] = read_robot(arguments.robot)
     if arguments.checkpoint is None:
         assert arguments.preset is not None
         torch.manual_seed(arguments.seed or 0)

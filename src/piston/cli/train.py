@@ -6,6 +6,7 @@ everything saved; with 1 after an error.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import inspect
 import logging
@@ -42,6 +43,8 @@ from piston.data.format import dimension_names
 from piston.data.pipeline import keys_used, open_sources, split_sources
 from piston.data.statistics import KeyStatistics, TransformedColumns, compute_statistics
 from piston.progress import ProgressBar
+from piston.robots import RobotInputs
+from piston.robots.description import read_robot, with_robot
 from piston.serialization import RENAMED_FIELDS
 from piston.transforms.normalize import constant_dimensions, write_norm_stats
 
@@ -79,10 +82,20 @@ def run_train(args: list[str]) -> int:
     return 0
 
 
+@dataclasses.dataclass(frozen=True)
+class TrainArguments:
+    """Train a preset's model on a data set, from the start or with --resume."""
+
+    config: Annotated[TrainConfig, tyro.conf.arg(name="")]
+    # A file that describes the robot (`piston init-robot` writes one), in place of the preset's.
+    robot: Path | None = None
+
+
 def parse(args: Sequence[str]) -> TrainConfig:
     """Return a preset with overrides of any of its fields: `pi0_aloha --batch-size 10`."""
-    description = "Train a preset's model on a data set, from the start or with --resume."
-    return _parse("piston train", description, args, lambda preset: preset)
+    description = inspect.getdoc(TrainArguments) or ""
+    arguments: TrainArguments = _parse("piston train", description, args, TrainArguments)
+    return arguments.config
 
 
 def _parse(
@@ -97,15 +110,25 @@ def _parse(
         flag, now = old.replace("_", "-"), new.replace("_", "-")
         if any(re.fullmatch(rf"--(data\.)?{flag}(=.*)?", word.replace("_", "-")) for word in args):
             raise ValueError(f"The option {flag} of version 0.1.0 is named {now} now.")
-    first = next(iter(args), "-")
+    first, robot = next(iter(args), "-"), _robot_given(args)
     choices = {}
     for name in presets.names() if first.startswith("-") else [first]:
         preset = presets.get(name)
+        if robot is not None:
+            preset = with_robot(preset, robot)
         about = f"{preset.model.family} on {preset.data.robot}, for {presets.purpose(preset)}"
         choices[name] = (about, make(preset))
     return tyro.extras.overridable_config_cli(
         choices, prog=prog, description=description, args=list(args), registry=_registry
     )
+
+
+def _robot_given(args: Sequence[str]) -> RobotInputs | None:
+    """Return the robot of --robot: which options there are for the data depends on it."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--robot", nargs="?")
+    path = parser.parse_known_args(list(args))[0].robot
+    return None if path is None else read_robot(path)
 
 
 @_registry.struct_rule
@@ -158,6 +181,8 @@ class StatsArguments:
     config: Annotated[TrainConfig, tyro.conf.arg(name="")]
     # Use a random choice of this many frames.
     max_frames: int | None = None
+    # A file that describes the robot (`piston init-robot` writes one), in place of the preset's.
+    robot: Path | None = None
 
 
 def run_stats(args: list[str]) -> None:

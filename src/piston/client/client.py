@@ -31,6 +31,7 @@ from websockets.frames import CloseCode
 from websockets.sync.client import ClientConnection, connect
 
 from piston.client.codec import BUSY, REQUEST_ID, ProtocolError, pack, shortened, unpack
+from piston.client.examples import example_observation
 
 logger = logging.getLogger(__name__)
 
@@ -116,11 +117,19 @@ class Client:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What the server says of its policy, e.g. `reset_pose`; connects if needed."""
+        """What the server says of its policy; connects if needed.
+
+        `observation` is what the policy expects, in its structure: the dtype and shape of each
+        value, whether it is required, the names of its dimensions. `actions` is what it returns.
+        """
         if self._metadata is None:
             self.connect()
         assert self._metadata is not None
         return self._metadata
+
+    def example_observation(self, *, seed: int = 0) -> dict[str, Any]:
+        """Return a random observation in the keys and shapes that the policy expects."""
+        return example_observation(self.metadata, seed=seed)
 
     def connect(self) -> None:
         """Wait for the server, at most `connect_timeout`. `infer` does this by itself."""

@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import Any
 
 import tyro
 
@@ -23,7 +23,7 @@ from piston.serialization import register
 from piston.suggestions import did_you_mean
 from piston.tokenizers.fast import FASTPrompt, FASTTokenizer
 from piston.tokenizers.text import BytesTokenizer, PaligemmaTokenizer
-from piston.transforms import Data, Group, Transform, for_inference
+from piston.transforms import Group, Transform, for_inference
 from piston.transforms.actions import PadStatesAndActions
 from piston.transforms.images import FillCameras, ResizeImages
 from piston.transforms.normalize import Normalize, NormStats, Unnormalize, read_norm_stats
@@ -95,6 +95,8 @@ class DataConfig(_DataOptions):
     fake: bool = False
     # Why the data set that is named cannot be read, if so.
     not_readable: str | None = None
+    # What clients are told of the robot: the observation that it sends, names, its rate.
+    robot_metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.norm_floor < 0:
@@ -200,9 +202,6 @@ class DataConfig(_DataOptions):
 class DataConfigFactory(_DataOptions, abc.ABC):
     """A robot's data set and how to read it. `piston.robots` has one for each robot."""
 
-    # The robot's name.
-    robot: ClassVar[str]
-
     # The data set: a folder, or owner/name on the hub.
     repo_id: str = tyro.MISSING
     # Where its statistics are.
@@ -210,16 +209,14 @@ class DataConfigFactory(_DataOptions, abc.ABC):
     # The prompt of a sample that brings none.
     default_prompt: str | None = None
 
+    @property
+    @abc.abstractmethod
+    def robot(self) -> str:
+        """Return the robot's name."""
+
     @abc.abstractmethod
     def create(self, assets_dirs: Path, model_config: ModelConfig) -> DataConfig:
         """Return the pipeline for this model. Reads no files."""
-
-    def example(self) -> Data:
-        """Return a random observation in the robot's own keys, to try a policy."""
-        raise ValueError(
-            f"{type(self).__name__} has no robot with an example observation. Choose a preset with "
-            "a robot, such as pi0_aloha_sim, or define example() in this class."
-        )
 
     def create_base_config(self, assets_dirs: Path, model_config: ModelConfig) -> DataConfig:
         """Return what is common to all robots' pipelines; a robot adds its transforms."""

@@ -141,6 +141,12 @@ def dimension_names(features: Iterable[Feature], dim: int, otherwise: str) -> li
     return names if len(names) == dim else [f"{otherwise}[{i}]" for i in range(dim)]
 
 
+def declared_names(feature: Feature) -> list[str]:
+    """Return the declared names of a vector's dimensions; none if there is not one for each."""
+    names = _flat(feature.names)
+    return names if len(set(names)) == feature.shape[0] == len(names) else []
+
+
 def _flat(names: Any) -> list[str]:
     """Names are a list, or lists by group, or missing."""
     if isinstance(names, str):

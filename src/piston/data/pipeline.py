@@ -143,6 +143,13 @@ def open_source(config: DataConfig, model: ModelConfig) -> LeRobotDataset:
     if config.repo_id is None:
         raise ValueError("No data set is named: give --data.repo-id, a folder or owner/name.")
     metadata = Metadata.read(locate(config.repo_id))
+    rate = config.robot_metadata.get("control_hz", metadata.fps)
+    if rate != metadata.fps:
+        logger.warning(
+            "%s has %g frames per second, the robot %g control steps: a chunk lasts longer or "
+            "shorter on the robot than in the data.",
+            *(config.repo_id, metadata.fps, rate),
+        )
     features, used = metadata.features, keys_used(config)
     steps = config.steps_read(model.action_horizon)
     _require_keys(config, metadata)

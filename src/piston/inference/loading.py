@@ -25,6 +25,8 @@ from piston.inference.policy import Policy
 from piston.models.configs import GEMMA, VISION, Dtype
 from piston.models.lora import merge_adapters
 from piston.models.precision import Linear
+from piston.robots import RobotInputs
+from piston.robots.description import DescribedRobotDataConfig, with_robot
 from piston.transforms.normalize import read_norm_stats
 
 PolicyDtype = Literal["float32", "bfloat16", "int8"]
@@ -38,6 +40,7 @@ def load_policy(
     location: str | Path,
     *,
     preset: str | TrainConfig | None = None,
+    robot: RobotInputs | None = None,
     device: str | torch.device | None = None,
     dtype: PolicyDtype | None = None,
     default_prompt: str | None = None,
@@ -46,8 +49,8 @@ def load_policy(
     """The policy of a checkpoint's folder or location.
 
     `dtype` None holds and computes as the checkpoint says. `preset` is for checkpoints without a
-    configuration of their own, such as foreign ones. `options` are the policy's:
-    num_steps, seed, rtc_jacobian.
+    configuration of their own, such as foreign ones, and `robot` replaces its robot
+    or the keys of the checkpoint's own. `options` are the policy's: num_steps, seed, rtc_jacobian.
     """
     device = _usable_device(device)
     if dtype is not None and dtype not in _HELD:
@@ -55,7 +58,10 @@ def load_policy(
     if dtype == "int8" and device.type != "cpu":
         raise ValueError(f"int8 is for CPUs, the device is {device}. Use bfloat16 there.")
     folder = assets.resolve(location)
-    config = _with_prompt(_find_config(folder, preset), default_prompt)
+    config = _find_config(folder, preset)
+    if robot is not None:
+        config = with_robot(config, robot) if preset else _with_keys(config, robot)
+    config = _with_prompt(config, default_prompt)
     if dtype is not None:
         computed: Dtype = "float32" if dtype == "int8" else dtype
         model_config = dataclasses.replace(config.model, dtype=computed)
@@ -70,10 +76,15 @@ def load_policy(
 
 
 def random_policy(
-    preset: str | TrainConfig, *, default_prompt: str | None = None, **options: Any
+    preset: str | TrainConfig,
+    *,
+    robot: RobotInputs | None = None,
+    default_prompt: str | None = None,
+    **options: Any,
 ) -> Policy:
     """Return a tiny model with random weights and the preset's robot, to test what is around it."""
     config = presets.get(preset) if isinstance(preset, str) else preset
+    config = config if robot is None else with_robot(config, robot)
     config = _with_prompt(config, default_prompt)
     small: dict[str, Any] = {"vision": VISION["dummy"], "vlm": GEMMA["dummy"], "vocab_size": 4_096}
     if hasattr(config.model, "action_expert"):
@@ -91,6 +102,24 @@ def random_policy(
     pipeline = dataclasses.replace(pipeline, norm_stats={})
     model = weights.build_model(model_config)
     return Policy(model, pipeline, metadata=config.policy_metadata, **options)
+
+
+def _with_keys(config: TrainConfig, robot: RobotInputs) -> TrainConfig:
+    """Return a trained checkpoint's configuration with other keys for the same numbers."""
+    if not isinstance(config.data, DescribedRobotDataConfig):
+        raise ValueError(
+            f"The checkpoint is of {config.data.robot}, which no file describes: leave out --robot."
+        )
+    trained = config.data.table
+    for name in ("state_names", "action_names", "relative", "grippers"):
+        found, expected = getattr(robot, name), getattr(trained, name)
+        if found != expected:
+            raise ValueError(
+                f"--robot has {name} {found}, the checkpoint was trained with {expected}. Only "
+                "keys, cameras, prompt and rate may differ. Without --robot, the checkpoint's own "
+                "description is used."
+            )
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, description=robot))
 
 
 def _with_prompt(config: TrainConfig, default_prompt: str | None) -> TrainConfig:
@@ -132,12 +161,12 @@ def _find_config(folder: Path, preset: str | TrainConfig | None) -> TrainConfig:
 
 def _with_statistics(data: DataConfig, folder: Path, preset: str) -> DataConfig:
     """Return the data configuration with the checkpoint's statistics, else with its own."""
-    if data.asset_id is not None:
-        # `params` of the JAX trainer lies beside its assets.
-        for place in (folder, folder.parent):
-            inside = place / "assets" / data.asset_id
-            if (inside / "norm_stats.json").is_file():
-                return dataclasses.replace(data, norm_stats=read_norm_stats(inside))
+    # `params` of the JAX trainer lies beside its assets.
+    for place in (folder, folder.parent):
+        found = {path.parent for path in (place / "assets").glob("**/norm_stats.json")}
+        named = found if data.asset_id is None else found & {place / "assets" / data.asset_id}
+        if len(named) == 1:
+            return dataclasses.replace(data, norm_stats=read_norm_stats(named.pop()))
     if (theirs := weights.read_statistics(folder)) is not None:  # of a LeRobot policy
         norm_stats, quantiles = theirs
         return dataclasses.replace(data, norm_stats=norm_stats, use_quantile_norm=quantiles)

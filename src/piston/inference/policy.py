@@ -62,12 +62,16 @@ class Policy:
         if rtc_jacobian not in get_args(Jacobian):
             raise ValueError(f"rtc_jacobian is {rtc_jacobian!r}; it is {get_args(Jacobian)}.")
         self.model = model.eval()
-        self.metadata = dict(metadata or {})
         self.num_steps = num_steps
         self._jacobian: Jacobian = rtc_jacobian
         self._stride = data.action_stride
         # Of a chunk, in the robot's steps.
         self._horizon = data.steps_read(model.config.action_horizon)
+        about = dict(data.robot_metadata)
+        if "actions" in about:
+            actions: Mapping[str, Any] = about["actions"]
+            about["actions"] = {**actions, "shape": [self._horizon, *actions["shape"]]}
+        self.metadata = {**about, **(metadata or {})}
         self._to_model = compose(data.input_transforms(training=False))
         self._to_robot = compose(data.output_transforms())
         self._random = np.random.default_rng(seed)

@@ -13,12 +13,14 @@ from typing import Any
 import tyro
 
 from piston.config import TrainConfig
-from piston.presets import aloha, droid, simple, small
+from piston.presets import aloha, droid, robot, simple, small
 from piston.serialization import from_json
 from piston.suggestions import did_you_mean
 
 _BY_NAME: dict[str, TrainConfig] = {
-    preset.name: preset for family in (aloha, droid, simple, small) for preset in family.PRESETS
+    preset.name: preset
+    for family in (aloha, droid, simple, robot, small)
+    for preset in family.PRESETS
 }
 
 

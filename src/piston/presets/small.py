@@ -1,4 +1,4 @@
-"""Presets of small models: `debug` on random samples, and `tiny` for simulated tasks.
+"""Presets of small models: `debug` on random samples, `tiny` for simulated tasks and own robots.
 
 The tiny models learn a task on two CPU cores in minutes. They differ from the full-size ones in
 their sizes, and have a convolutional stem instead of the vision tower, which needs pre-training.
@@ -9,6 +9,7 @@ import dataclasses
 from piston.config import AdamW, CosineDecaySchedule, TrainConfig
 from piston.models.configs import GEMMA, VISION, GemmaSize, Pi0Config, Pi0FASTConfig, VisionSize
 from piston.robots.aloha import LeRobotAlohaDataConfig
+from piston.robots.description import DescribedRobotDataConfig
 from piston.robots.simple import FakeDataConfig, LeRobotMetaworldDataConfig
 
 _VLM = GemmaSize(width=128, depth=4, mlp_dim=512, num_heads=4, num_kv_heads=1, head_dim=16)
@@ -32,6 +33,8 @@ _ALOHA = Pi0Config(
 _METAWORLD = dataclasses.replace(
     _ALOHA, action_dim=4, action_horizon=8, max_token_len=24, image_size=64
 )
+# Any robot of up to 32 dimensions; its prompts may be longer than those of one task.
+_ROBOT = dataclasses.replace(_ALOHA, action_dim=32, max_token_len=96, cameras=Pi0Config().cameras)
 
 
 def _schedule(num_steps: int) -> CosineDecaySchedule:
@@ -106,6 +109,15 @@ PRESETS = (
         start_weight=1,
         num_train_steps=2_600,
         lr_schedule=_schedule(2_600),
+    ),
+    dataclasses.replace(
+        _ALOHA_SIM,
+        name="tiny_robot",
+        model=_ROBOT,
+        data=DescribedRobotDataConfig(prompt_from_task=True, norm_floor=0.01),
+        mask_padded_dims=True,
+        start_frames=0,
+        start_weight=1,
     ),
     _DEBUG,
     dataclasses.replace(

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from piston.config import DataConfig, DataConfigFactory
 from piston.logs import warn_once
 from piston.models.configs import ModelConfig
-from piston.robots import RobotInputs
+from piston.robots import RobotInputs, fraction, spread
 from piston.serialization import register
 from piston.transforms import Data, Group, RepackTransform
 from piston.transforms.actions import (
@@ -48,7 +48,11 @@ CAMERAS: Mapping[str, str] = {
 # Recorded by the robot; the models have no slot for it.
 UNUSED_CAMERA = "cam_low"
 
-_ALOHA = RobotInputs("ALOHA", CAMERAS, {"state": DIM}, DIM, "images", unused=(UNUSED_CAMERA,))
+_ARM = ("waist", "shoulder", "elbow", "forearm_roll", "wrist_angle", "wrist_rotate", "gripper")
+_NAMES = tuple(f"{side}_{joint}" for side in ("left", "right") for joint in _ARM)
+_ALOHA = RobotInputs(
+    "ALOHA", CAMERAS, {"state": _NAMES}, {"actions": _NAMES}, "images", unused=(UNUSED_CAMERA,)
+)
 _JOINT_SIGNS = np.array([1, -1, -1, 1, 1, 1, 1] * 2)
 
 # ALOHA reports a gripper's opening as a fraction of the fingers' distance, in metres.
@@ -76,8 +80,7 @@ class AlohaInputs:
     cameras: Mapping[str, str] = dataclasses.field(default_factory=lambda: dict(CAMERAS))
 
     def __call__(self, data: Data) -> Data:
-        optional = self.cameras.keys() - {"cam_high"}
-        seen = dataclasses.replace(_ALOHA, cameras=self.cameras, optional=optional)(data)
+        seen = aloha_table(self.cameras)(data)
         if UNUSED_CAMERA in data["images"] and UNUSED_CAMERA not in self.cameras:
             message = "ALOHA's camera %r has no slot in the model; it is not used."
             warn_once(logger, "unused camera", message, UNUSED_CAMERA)
@@ -100,6 +103,11 @@ class AlohaOutputs:
         return {"actions": _actions_to_robot(actions) if self.adapt_to_pi else actions}
 
 
+def aloha_table(cameras: Mapping[str, str]) -> RobotInputs:
+    optional = tuple(name for name in cameras if name != "cam_high")
+    return dataclasses.replace(_ALOHA, cameras=cameras, optional=optional)
+
+
 def make_aloha_example() -> Data:
     """Return a random observation in ALOHA's own keys, for tests and to try a policy."""
     random, cameras = np.random.default_rng(0), (*CAMERAS, UNUSED_CAMERA)
@@ -110,23 +118,23 @@ def make_aloha_example() -> Data:
 
 def _state_to_model(state: Float[np.ndarray, "*b 14"]) -> Float[np.ndarray, "*b 14"]:
     """Convert grippers: fraction of the fingers' distance → metres → motor angle → 0 to 1."""
-    metres = _spread(state[..., GRIPPERS], _FINGER_METRES)
+    metres = spread(state[..., GRIPPERS], _FINGER_METRES)
     sine = (_HORN_RADIUS**2 + metres**2 - _ARM_LENGTH**2) / (2 * _HORN_RADIUS * metres)
     # A gripper that is reported as more than open is beyond the linkage's reach.
     radians = np.arcsin(np.clip(sine, -1.0, 1.0))
-    return _with_grippers(state, _fraction(radians, _MODEL_RADIANS))
+    return _with_grippers(state, fraction(radians, _MODEL_RADIANS))
 
 
 def _actions_to_model(actions: Float[np.ndarray, "*b h 14"]) -> Float[np.ndarray, "*b h 14"]:
     """Convert gripper commands to the motor's angle in radians, counted from the model's 0."""
-    radians = _spread(actions[..., GRIPPERS], _COMMAND_RADIANS)
+    radians = spread(actions[..., GRIPPERS], _COMMAND_RADIANS)
     return _with_grippers(actions, radians - _MODEL_RADIANS[0])
 
 
 def _actions_to_robot(actions: Float[np.ndarray, "*b h 14"]) -> Float[np.ndarray, "*b h 14"]:
     """Invert `_actions_to_model`."""
     radians = actions[..., GRIPPERS] + _MODEL_RADIANS[0]
-    return _with_grippers(actions, _fraction(radians, _COMMAND_RADIANS))
+    return _with_grippers(actions, fraction(radians, _COMMAND_RADIANS))
 
 
 def _with_grippers(values: np.ndarray, grippers: np.ndarray) -> np.ndarray:
@@ -134,14 +142,6 @@ def _with_grippers(values: np.ndarray, grippers: np.ndarray) -> np.ndarray:
     turned = _JOINT_SIGNS.astype(grippers.dtype) * values
     turned[..., GRIPPERS] = grippers
     return turned
-
-
-def _fraction(values: np.ndarray, span: tuple[float, float]) -> np.ndarray:
-    return (values - span[0]) / (span[1] - span[0])
-
-
-def _spread(values: np.ndarray, span: tuple[float, float]) -> np.ndarray:
-    return values * (span[1] - span[0]) + span[0]
 
 
 def repack_aloha(**cameras: str) -> Group:
@@ -173,10 +173,8 @@ class LeRobotAlohaDataConfig(DataConfigFactory):
     # Control steps between the model's actions; the robot gets those between by interpolation.
     action_stride: int = 1
 
-    def example(self) -> Data:
-        return make_aloha_example()
-
     def create(self, assets_dirs: Path, model_config: ModelConfig) -> DataConfig:
+        table = aloha_table(self.cameras)
         inputs = AlohaInputs(adapt_to_pi=self.adapt_to_pi, cameras=self.cameras)
         stride, transforms = self.action_stride, Group()
         if stride != 1:
@@ -192,4 +190,5 @@ class LeRobotAlohaDataConfig(DataConfigFactory):
             data_transforms=transforms,
             action_sequence_keys=self.action_sequence_keys,
             action_stride=self.action_stride,
+            robot_metadata=table.metadata(model_config, self.default_prompt is not None),
         )

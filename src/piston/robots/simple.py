@@ -12,7 +12,11 @@ from piston.config import DataConfig, DataConfigFactory
 from piston.models.configs import ModelConfig
 from piston.robots import RobotDataConfig, RobotInputs
 from piston.serialization import register
-from piston.transforms.actions import make_bool_mask
+
+
+def _joints(count: int) -> tuple[str, ...]:
+    return tuple(f"joint_{i}" for i in range(count))
+
 
 # A seven-joint Franka arm with a gripper, a camera from outside and one at the wrist.
 DROID = RobotInputs(
@@ -21,8 +25,11 @@ DROID = RobotInputs(
         "observation/exterior_image_1_left": "base_0_rgb",
         "observation/wrist_image_left": "left_wrist_0_rgb",
     },
-    state={"observation/joint_position": 7, "observation/gripper_position": 1},
-    action_dim=8,
+    state={
+        "observation/joint_position": _joints(7),
+        "observation/gripper_position": ("gripper",),
+    },
+    actions={"actions": (*_joints(7), "gripper")},
 )
 # π0-FAST has one wrist slot, and a second one for a camera from outside.
 _FAST_CAMERAS = {**DROID.cameras, "observation/wrist_image_left": "wrist_0_rgb"}
@@ -31,20 +38,21 @@ _FAST_CAMERAS = {**DROID.cameras, "observation/wrist_image_left": "wrist_0_rgb"}
 UR5 = RobotInputs(
     name="UR5",
     cameras={"base_rgb": "base_0_rgb", "wrist_rgb": "left_wrist_0_rgb"},
-    state={"joints": 6, "gripper": 1},
-    action_dim=7,
+    state={"joints": _joints(6), "gripper": ("gripper",)},
+    actions={"actions": (*_joints(6), "gripper")},
     columns={"base_rgb": "image", "wrist_rgb": "wrist_image"},
-    relative=make_bool_mask(6, -1),
+    relative=_joints(6),
 )
 
 # A simulated Franka arm. State: the end effector's position 3 and rotation 3 (axis-angle), fingers
 # 2. Action: its motion 6, gripper 1. The public data set has its images rotated by 180°; whoever
 # renders for a policy that was trained on it must rotate them as well. Nothing is rotated here.
+_POSE = ("x", "y", "z", "rx", "ry", "rz")
 LIBERO = RobotInputs(
     name="LIBERO",
     cameras={"observation/image": "base_0_rgb", "observation/wrist_image": "left_wrist_0_rgb"},
-    state={"observation/state": 8},
-    action_dim=7,
+    state={"observation/state": (*_POSE, "finger_0", "finger_1")},
+    actions={"actions": (*_POSE, "gripper")},
     columns={
         "observation/image": "image",
         "observation/wrist_image": "wrist_image",
@@ -57,8 +65,8 @@ LIBERO = RobotInputs(
 METAWORLD = RobotInputs(
     name="MetaWorld",
     cameras={"corner4": "base_0_rgb"},
-    state={"state": 4},
-    action_dim=4,
+    state={"state": ("x", "y", "z", "gripper")},
+    actions={"actions": ("x", "y", "z", "gripper")},
     images="images",
     columns={
         "corner4": "observation.images.corner4",
@@ -129,7 +137,7 @@ class RLDSDroidDataConfig(DroidDataConfig):
     datasets: tyro.conf.Suppress[tuple[RLDSDataset, ...]] = ()
 
     def robot_inputs(self, model_config: ModelConfig) -> RobotInputs:
-        relative = make_bool_mask(7, -1) if self.action_space == "joint_position" else None
+        relative = _joints(7) if self.action_space == "joint_position" else ()
         return dataclasses.replace(super().robot_inputs(model_config), relative=relative)
 
     def create(self, assets_dirs: Path, model_config: ModelConfig) -> DataConfig:
@@ -162,7 +170,7 @@ class LeRobotLiberoDataConfig(RobotDataConfig):
     extra_delta_transform: bool = False
 
     def robot_inputs(self, model_config: ModelConfig) -> RobotInputs:  # noqa: ARG002
-        relative = make_bool_mask(6, -1) if self.extra_delta_transform else None
+        relative = _POSE if self.extra_delta_transform else ()
         return dataclasses.replace(self.inputs, relative=relative)
 
 

@@ -195,15 +195,18 @@ def _open_data(
 def _with_limits(
     config: TrainConfig, pipeline: DataConfig, sources: Sequence[LeRobotDataset]
 ) -> TrainConfig:
-    """Return the configuration for checkpoints: its metadata hold the limits of the actions.
+    """Return the configuration for checkpoints: its metadata hold what the data say of the actions.
 
-    Limits that the preset states replace those of the data.
+    These are their limits and how many there are per second, unless the preset or robot says so.
     """
-    metadata = config.policy_metadata or {}
-    if not sources or "action_limits" in metadata:
+    metadata = dict(config.policy_metadata or {})
+    if not sources:
         return config
-    limits = action_limits(sources, pipeline).as_metadata()
-    return dataclasses.replace(config, policy_metadata={**metadata, "action_limits": limits})
+    if "control_hz" not in pipeline.robot_metadata:
+        metadata.setdefault("control_hz", float(sources[0].metadata.fps))
+    if "action_limits" not in metadata:
+        metadata["action_limits"] = action_limits(sources, pipeline).as_metadata()
+    return dataclasses.replace(config, policy_metadata=metadata)
 
 
 def _initial_model(config: TrainConfig, processes: Processes, run: Run) -> Model:

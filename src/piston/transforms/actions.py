@@ -34,6 +34,8 @@ class DeltaActions:
 
     # The dimensions that are relative; None for none.
     mask: Sequence[bool] | None
+    # The dimension of the state for each dimension of the mask; None: the same one.
+    state_dims: Sequence[int] | None = None
     sign: ClassVar[int] = -1
 
     def __post_init__(self) -> None:
@@ -55,13 +57,15 @@ class DeltaActions:
                 f"{actions.shape[-1]} dimensions (shape {actions.shape})."
             )
         chosen = np.flatnonzero(self.mask)
-        if chosen.size and chosen[-1] >= state.shape[-1]:
+        source = chosen if self.state_dims is None else np.asarray(self.state_dims)[chosen]
+        if source.size and source.max() >= state.shape[-1]:
             raise ValueError(
-                f"{context}: the mask makes action dimension {chosen[-1]} relative, but 'state' "
-                f"has only {state.shape[-1]} dimensions (shape {state.shape})."
+                f"{context}: the mask makes action dimension {chosen[source.argmax()]} relative to "
+                f"dimension {source.max()} of 'state', which has only {state.shape[-1]} (shape "
+                f"{state.shape})."
             )
         offset = np.zeros((*state.shape[:-1], 1, actions.shape[-1]), state.dtype)
-        offset[..., 0, chosen] = state[..., chosen]
+        offset[..., 0, chosen] = state[..., source]
         return {**data, "actions": (actions + self.sign * offset).astype(actions.dtype)}
 
 
