@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from piston.data import check_dataset, open_dataset
-from piston.data.convert import JOINTS, convert_aloha_hdf5, episode_files
+from piston.data.aloha_hdf5 import JOINTS, convert_aloha_hdf5, episode_files
 
 h5py = pytest.importorskip("h5py")
 

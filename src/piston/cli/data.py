@@ -13,8 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from piston.cli.console import console, table
+from piston.data.aloha_hdf5 import SUFFIXES, convert_aloha_hdf5
 from piston.data.check import check_dataset, readable_cameras, readable_episodes, usable
-from piston.data.convert import SUFFIXES, convert_aloha_hdf5, convert_to_v30
+from piston.data.convert import convert_to_v30
 from piston.data.format import locate
 from piston.data.metadata import Metadata
 from piston.data.problems import ProblemGroup, grouped

@@ -1,8 +1,9 @@
 """LeRobot data sets: reading, checking, writing, loading in batches, statistics.
 
-`format` and `metadata` read what a folder declares, `columns` and `video` read its files, `check`
-finds what is wrong (`problems`), `dataset` is the open data set, and `pipeline` makes it what the
-model sees. `recorder` and `convert` make new sets, which `writer` stores episode by episode.
+`format` and `metadata` read what a folder declares, `columns` and `video` read its files,
+`findings` and `check` find what is wrong (`problems`), `dataset` is the open data set, and
+`pipeline` makes it what the model sees. `recorder`, `convert` and `aloha_hdf5` make new sets, which
+`writer` stores episode by episode.
 """
 
 from piston.data.check import check_dataset

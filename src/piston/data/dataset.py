@@ -22,8 +22,8 @@ from typing import Any, SupportsIndex
 import numpy as np
 from jaxtyping import Int64, UInt8
 
-from piston.data.check import Findings, inspect_files, left_out
 from piston.data.columns import ImageRows, join_columns
+from piston.data.findings import Findings, inspect_files, left_out
 from piston.data.format import Episode, locate
 from piston.data.metadata import Metadata
 from piston.data.mixture import EpisodeChoice, choose_episodes
