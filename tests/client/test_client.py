@@ -327,6 +327,15 @@ def test_a_server_that_warms_up_is_waited_for(start_server):
         assert answer_to(client.infer({"n": 1})) == 1
 
 
+def test_the_reason_of_a_refusal_is_told(start_server):
+    def refuse(websocket, request):  # noqa: ARG001
+        return Response(503, "Service Unavailable", Headers(), b"too many connections\n")
+
+    server = start_server(process_request=refuse)
+    with pytest.raises(ConnectionLost, match="answered HTTP 503, 'too many connections'"):
+        Client("127.0.0.1", server.port, connect_timeout=0.2).connect()
+
+
 def test_many_threads_share_a_client(start_server):
     server = start_server()
     with (

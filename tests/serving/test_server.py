@@ -2,6 +2,7 @@
 
 import asyncio
 import statistics
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from websockets.sync.client import connect as open_websocket
 
 from piston.client.codec import pack, unpack
 from piston.serving import Server, ServerConfig, running_server
+from piston.serving.server import PolicyThreadEnded
 
 
 def test_metadata_comes_first(start, connect, policy):
@@ -199,6 +201,15 @@ def test_a_failed_warm_up_ends_the_server(policy):
     with (
         pytest.raises(ValueError, match="no such weights"),
         running_server(policy, warm_up=warm_up),
+    ):
+        pytest.fail("the server must not come up")
+
+
+def test_a_warm_up_that_exits_is_no_orderly_end(policy):
+    """Otherwise the process would end with the code 0, which no supervisor restarts."""
+    with (
+        pytest.raises(PolicyThreadEnded, match=r"warm-up ended with SystemExit\(0\)"),
+        running_server(policy, warm_up=lambda: sys.exit(0)),
     ):
         pytest.fail("the server must not come up")
 

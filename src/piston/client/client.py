@@ -302,15 +302,17 @@ class Client:
                 metadata = _unpack_dictionary(message)
             except InvalidStatus as error:
                 status = error.response.status_code
+                text = (error.response.body or b"").decode(errors="replace").strip()
+                answer = f"HTTP {status}, {shortened(text)}" if text else f"HTTP {status}"
                 if status in (401, 403):
-                    message = f"{self.uri} refused the API key (HTTP {status})."
+                    message = f"{self.uri} refused the API key ({answer})."
                     raise _Refused(
                         f"{message} Give the server's as api_key, in api_key_file, or in the "
                         f"environment variable {API_KEY_VARIABLE}."
                     ) from error
                 kind = ConnectionLost if status >= 500 else _Refused
                 state = "not ready" if status >= 500 else "no policy server"
-                raise kind(f"{self.uri} is {state}: it answered HTTP {status}.") from error
+                raise kind(f"{self.uri} is {state}: it answered {answer}.") from error
             except ssl.SSLCertVerificationError as error:
                 raise _Refused(
                     f"{self.uri} has a certificate that is not trusted: {error.verify_message}. "

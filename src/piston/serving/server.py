@@ -170,12 +170,16 @@ class Server:
             failed = self._batcher.wait_failed()
             await protocol.first_of(warm, self._stopping.wait(), failed)
             if not warm.cancelled():
+                failure = warm.exception()
+                if failure is not None and not isinstance(failure, Exception):
+                    raise PolicyThreadEnded(f"The warm-up ended with {failure!r}.") from failure
                 warm.result()
                 self._warm.set()
                 self.ready.set()
                 logger.info("Ready.")
             await protocol.first_of(self._stopping.wait(), self._batcher.wait_failed())
-            if (failure := self._batcher.failure) is not None:
+            failure = self._batcher.failure
+            if failure is not None:
                 raise PolicyThreadEnded(
                     f"The inference thread has ended: {failure!r}. The server stops, because it "
                     "can answer no request any more."
