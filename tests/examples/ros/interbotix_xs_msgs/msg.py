@@ -1,0 +1,6 @@
+from typing import NamedTuple
+
+
+class JointSingleCommand(NamedTuple):
+    name: str
+    cmd: float

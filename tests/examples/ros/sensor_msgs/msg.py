@@ -1,0 +1,6 @@
+from typing import Any, NamedTuple
+
+
+class Image(NamedTuple):
+    topic: str
+    pixels: Any

@@ -1,0 +1,135 @@
+"""The programs in examples/ run as they are; only the hardware is replaced."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from piston import weights
+from piston.data.recorder import Recorder
+from piston.inference.loading import random_policy
+from piston.models.configs import GemmaSize, Pi0Config, VisionSize
+from piston.serving import running_server
+
+REPOSITORY = Path(__file__).parents[2]
+EXAMPLES = REPOSITORY / "examples"
+_SIZE = GemmaSize(width=16, depth=2, mlp_dim=24, num_heads=2, num_kv_heads=1, head_dim=8)
+_TINY = Pi0Config(
+    action_dim=14,
+    action_horizon=8,
+    max_token_len=16,
+    dtype="float32",
+    vision=VisionSize(width=16, depth=1, mlp_dim=24, num_heads=2, patch=16),
+    vlm=_SIZE,
+    action_expert=_SIZE,
+    vocab_size=300,
+    image_size=32,
+    cameras=("base_0_rgb",),
+    tokenizer="bytes",
+)
+
+
+def run(program, *arguments, folder, **environment):
+    """Run an example in a folder of its own and return what it prints."""
+    command = [sys.executable, EXAMPLES / program, *map(str, arguments)]
+    result = subprocess.run(
+        command, cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def server():
+    policy = random_policy("pi0_aloha_sim")
+    policy.warm_up()
+    with running_server(policy) as running:
+        yield running.url
+
+
+def test_robot_client(server, tmp_path):
+    options = ("--prompt", "transfer the cube", "--hz", 20, "--seconds", 1.5, "--max-step", 0.01)
+    shown = run("robot_client.py", server, *options, folder=tmp_path)
+    assert "30 steps in 1 episodes" in shown
+    assert "ended by: done" in shown
+    # Random weights ask for larger steps.
+    assert "clamped to the limits: 0 steps" not in shown
+
+
+def test_aloha_real(server, tmp_path):
+    log, ros = tmp_path / "commands.jsonl", Path(__file__).parent / "ros"
+    path = os.pathsep.join([str(ros), os.environ.get("PYTHONPATH", "")])
+    options = ("--prompt", "fold the towel", "--seconds", 0.5)
+    environment = {"PYTHONPATH": path, "FAKE_ARM_LOG": str(log)}
+    shown = run("aloha_real.py", server, *options, folder=tmp_path, **environment)
+    assert "25 steps in 1 episodes" in shown
+    assert "ended by: done" in shown
+    commands = [json.loads(line) for line in log.read_text("utf-8").splitlines()]
+    for name in ("puppet_left", "puppet_right"):
+        own = [(kind, value) for arm, kind, value in commands if arm == name]
+        assert [kind for kind, _ in own[:4]] == ["mode", "mode", "torque", "torque"]
+        joints = np.array([value for kind, value in own if kind == "joints"])
+        grippers = np.array([value for kind, value in own if kind == "gripper"])
+        # Two seconds from where the arm was to the reset pose, 25 steps, then the safe action.
+        assert len(joints) == len(grippers) == 100 + 25 + 1
+        np.testing.assert_allclose(joints[0], np.zeros(6))
+        np.testing.assert_allclose(joints[99], [0, -0.96, 1.16, 0, -0.3, 0])
+        assert np.abs(np.diff(joints[:100], axis=0)).max() < 0.02
+        assert grippers[99] == pytest.approx(1.4910)
+        assert grippers.min() > -0.6214
+        assert grippers.max() < 1.4911
+
+
+@pytest.fixture(scope="module")
+def lora_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lora")
+    weights.save_model(weights.build_model(_TINY), _TINY, folder / "base")
+    features = {
+        "observation.images.top": {"dtype": "video", "shape": (48, 64, 3)},
+        "observation.state": {"dtype": "float32", "shape": (14,)},
+        "action": {"dtype": "float32", "shape": (14,)},
+    }
+    random = np.random.default_rng(0)
+    with Recorder(folder / "data", fps=50, features=features, codec="h264") as recorder:
+        for _ in range(2):
+            for _ in range(12):
+                frame = {
+                    "observation.images.top": random.integers(256, size=(48, 64, 3), dtype="u1"),
+                    "observation.state": random.random(14, np.float32),
+                    "action": random.random(14, np.float32),
+                }
+                recorder.add_frame(frame, task="fold the towel")
+            recorder.save_episode()
+    options = ("--base", "base", "--steps", 3, "--batch-size", 2, "--rank", 2, "--num-workers", 0)
+    shown = run("finetune_lora.py", "data", *options, folder=folder)
+    return folder, shown
+
+
+def test_finetune_lora_trains_adapters_alone(lora_run):
+    folder, shown = lora_run
+    checkpoint = folder / "checkpoints" / "aloha_lora" / "lora" / "2"
+    assert f"piston serve {checkpoint}" in shown
+    error = float(shown.split("mean error on a recorded frame: ")[1].split()[0])
+    assert 0 < error < 10
+    base, tuned = (weights.open_checkpoint(place) for place in (folder / "base", checkpoint))
+    adapters = [name for name in tuned.names() if "lora" in name]
+    assert {name.split(".")[0] for name in adapters} == {"vlm", "action_expert"}
+    moved = [n for n in base.names() if not torch.equal(base.tensor(n), tuned.tensor(n))]
+    assert moved
+    assert all(name.startswith("suffix.") for name in moved)
+    assert any(tuned.tensor(name).any() for name in adapters if name.endswith("lora_b"))
+
+
+def test_evaluate_shows_every_checkpoint(lora_run):
+    pytest.importorskip("mujoco", reason="needs piston[sim]")
+    folder, _ = lora_run
+    options = ("--episodes", 1, "--max-steps", 10)
+    shown = run("evaluate.py", "checkpoints/aloha_lora/lora", *options, folder=folder)
+    _, *rows = shown.splitlines()
+    assert [row.split()[0] for row in rows] == ["1", "2"]
+    assert all("0/1 = 0%" in row for row in rows)
