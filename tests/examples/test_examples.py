@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,14 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from piston import weights
+from piston import cli, presets, weights
 from piston.data.recorder import Recorder
-from piston.inference.loading import random_policy
+from piston.inference.loading import load_policy, random_policy
 from piston.models.configs import GemmaSize, Pi0Config, VisionSize
 from piston.serving import running_server
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples"
+SHORT = ("--episodes", 2, "--steps", 20)
 _SIZE = GemmaSize(width=16, depth=2, mlp_dim=24, num_heads=2, num_kv_heads=1, head_dim=8)
 _TINY = Pi0Config(
     action_dim=14,
@@ -133,3 +136,30 @@ def test_evaluate_shows_every_checkpoint(lora_run):
     _, *rows = shown.splitlines()
     assert [row.split()[0] for row in rows] == ["1", "2"]
     assert all("0/1 = 0%" in row for row in rows)
+
+
+def test_own_robot_from_nothing(tmp_path, monkeypatch):
+    """The commands are those of the program's own description, with a shorter training."""
+    monkeypatch.chdir(tmp_path)
+    task = ("--task", "pick up the fork")
+    shown = run("own_robot.py", "record", "data/my_arm", *task, *SHORT, folder=tmp_path)
+    assert "data/my_arm: 2 episodes of 20 frames" in shown
+    text = (EXAMPLES / "own_robot.py").read_text("utf-8")
+    commands = [
+        shlex.split(line, comments=True) for line in re.findall(r"^    piston (.*)$", text, re.M)
+    ]
+    *prepare, (verb, checkpoint) = commands
+    assert [words[0] for words in prepare] == ["init-robot", "stats", "train"]
+    less = ["--num-train-steps", "2", "--batch-size", "2", "--noise-draws", "1"]
+    for words in prepare:
+        assert cli.main([*words, *(less if words[0] == "train" else ())]) == 0
+    assert verb == "serve"
+    # The last step of two is 1, of the preset's 1,500 it is 1499.
+    assert Path(checkpoint).name == str(presets.get("tiny_robot").num_train_steps - 1)
+    policy = load_policy(Path(checkpoint).with_name("1"))
+    policy.warm_up()
+    with running_server(policy) as server:
+        shown = run("own_robot.py", "drive", server.url, *task, *SHORT, folder=tmp_path)
+    assert "a policy for my_arm, 20 Hz" in shown
+    assert "20 steps in 1 episodes" in shown
+    assert "ended by: done" in shown
