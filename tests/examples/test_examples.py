@@ -1,11 +1,15 @@
 """The programs in examples/ run as they are; only the hardware is replaced."""
 
+import contextlib
+import io
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
+import unittest.mock
 from pathlib import Path
 
 import numpy as np
@@ -37,8 +41,20 @@ _TINY = Pi0Config(
 )
 
 
+def run_here(program, *arguments, folder):
+    """Run an example in this process, which has imported torch, and return what it prints."""
+    words = [str(EXAMPLES / program), *map(str, arguments)]
+    with (
+        contextlib.chdir(folder),
+        contextlib.redirect_stdout(io.StringIO()) as shown,
+        unittest.mock.patch.object(sys, "argv", words),
+    ):
+        runpy.run_path(words[0], run_name="__main__")
+    return shown.getvalue()
+
+
 def run(program, *arguments, folder, **environment):
-    """Run an example in a folder of its own and return what it prints."""
+    """Run an example in a process of its own and return what it prints."""
     command = [sys.executable, EXAMPLES / program, *map(str, arguments)]
     result = subprocess.run(
         command, cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True
@@ -109,7 +125,7 @@ def lora_run(tmp_path_factory):
                 recorder.add_frame(frame, task="fold the towel")
             recorder.save_episode()
     options = ("--base", "base", "--steps", 3, "--batch-size", 2, "--rank", 2, "--num-workers", 0)
-    shown = run("finetune_lora.py", "data", *options, folder=folder)
+    shown = run_here("finetune_lora.py", "data", *options, folder=folder)
     return folder, shown
 
 
@@ -132,7 +148,7 @@ def test_evaluate_shows_every_checkpoint(lora_run):
     pytest.importorskip("mujoco", reason="needs piston[sim]")
     folder, _ = lora_run
     options = ("--episodes", 1, "--max-steps", 10)
-    shown = run("evaluate.py", "checkpoints/aloha_lora/lora", *options, folder=folder)
+    shown = run_here("evaluate.py", "checkpoints/aloha_lora/lora", *options, folder=folder)
     _, *rows = shown.splitlines()
     assert [row.split()[0] for row in rows] == ["1", "2"]
     assert all("0/1 = 0%" in row for row in rows)
