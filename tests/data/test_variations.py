@@ -218,6 +218,38 @@ def test_fields_of_info_that_are_written_in_other_ways(tmp_path, caplog):
     assert not caplog.records
 
 
+RAGGED = {"dtype": "float32", "shape": [4], "names": None}
+TEXTS = {"dtype": "string", "shape": [1], "names": None}
+
+
+@pytest.mark.parametrize(
+    ("feature", "make", "expected"),
+    [
+        (RAGGED, lambda n: pa.array([[1.0] * (i % 3) for i in range(n)]), "different lengths"),
+        (RAGGED, lambda n: pa.nulls(n, pa.float32()), "has no value in row 0"),
+        (TEXTS, lambda n: pa.array(["go", None] * n)[:n], None),
+        (TEXTS, lambda n: pa.array([[{"text": "go"}] * (i % 2) for i in range(n)]), None),
+    ],
+    ids=["lists of any length", "nulls", "texts with nulls", "lists of structures"],
+)
+def test_an_extra_column_does_not_cost_the_set(tmp_path, caplog, feature, make, expected):
+    folder = Folder(tmp_path / "set", "v2.1")
+    features = json.loads((folder.root / "meta/info.json").read_text())["features"]
+    folder.edit_info(features={**features, "extra": feature})
+    for episode, length in enumerate(folder.lengths):
+        folder.rewrite(episode, extra=make(length))
+    dataset = open_dataset(folder.root)
+    assert len(dataset) == sum(folder.lengths)
+    assert ("extra" in dataset[0]) == (expected is None)
+    problems = check_dataset(folder.root)
+    assert usable(problems)
+    assert len(problems) == len(caplog.records) == (expected is not None)
+    if expected is not None:
+        assert expected in caplog.text
+        with pytest.raises(KeyError, match="has no 'extra'"):
+            open_dataset(folder.root, sequences={"extra": 2})
+
+
 def test_a_set_is_not_opened_silently_without_its_cameras(tmp_path):
     folder = Folder(tmp_path / "set", "v3.0", cameras={TOP: "video", WRIST: "video"})
     file = folder.video_path(0, WRIST).relative_to(folder.root)
@@ -303,6 +335,13 @@ def test_a_missing_key_lists_what_the_set_has(tmp_path):
     )
     text = _missing(folder, cameras=("cam_high",), action_sequence_keys=("actions",))
     assert "has no 'actions'. Did you mean 'action'?" in text
+
+
+def test_a_declared_key_without_data_is_missing_as_well(tmp_path):
+    folder = Folder(tmp_path / "set")
+    for episode in range(3):
+        folder.rewrite(episode, observation__state=None)
+    assert "has no 'observation.state'. Its cameras: observation.images.top" in _missing(folder)
 
 
 def test_training_needs_the_videos_of_its_cameras(tmp_path):

@@ -135,7 +135,7 @@ def _convert(
         f"Wrote {conversion.target}: {conversion.num_episodes} episodes, "
         f"{conversion.num_frames:,} frames."
     )
-    empty = dict.fromkeys(conversion.ignored, "declared, but without any data")
+    empty = dict.fromkeys(conversion.ignored, "declared, but without data that can be read")
     for what, why in {**conversion.skipped, **empty}.items():
         screen.print(f"[yellow]left out[/yellow] {what}: {why}")
     if conversion.num_encoded:

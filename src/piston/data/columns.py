@@ -8,6 +8,7 @@ is asked for one.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import io
 import threading
@@ -43,25 +44,50 @@ class DataRows:
     rows: dict[int, Columns]  # by episode, as are the others; derived columns are never missing
     first_rows: dict[int, int]  # where an episode begins in its file
     unreadable: dict[int, str]  # why the rows of an episode are not there
+    ignored: dict[str, str]  # columns that can be read in no episode, and why
 
     @property
     def stored(self) -> frozenset[str]:
         """The columns that at least one file has."""
-        return frozenset().union(*self.names.values())
+        return frozenset().union(*self.names.values()).difference(self.ignored)
+
+    @property
+    def everywhere(self) -> frozenset[str]:
+        """The columns that all files have."""
+        return frozenset.intersection(*self.names.values()).difference(self.ignored)
 
 
 def read_rows(metadata: Metadata, episodes: Iterable[Episode]) -> DataRows:
-    """Read the rows of these episodes from all files that exist."""
+    """Read the rows of these episodes from all files that exist.
+
+    A column that cannot be read costs the episode, unless that is so in all of them.
+    """
     by_file: dict[str, list[Episode]] = collections.defaultdict(list)
     for episode in episodes:
         by_file[episode.data_path].append(episode)
-    found = DataRows({}, {}, {}, {})
+    found, failed = DataRows({}, {}, {}, {}, {}), _Failed()
     with ThreadPoolExecutor(_THREADS) as pool:
-        list(pool.map(lambda item: _read_file(found, metadata, *item), by_file.items()))
+        list(pool.map(lambda item: _read_file(found, failed, metadata, *item), by_file.items()))
+    for (index, key), why in sorted(failed.why.items()):
+        if key not in failed.elsewhere:
+            found.ignored.setdefault(key, why)
+        elif found.rows.pop(index, None) is not None:
+            del found.first_rows[index]
+            found.unreadable[index] = why
     return found
 
 
-def _read_file(found: DataRows, metadata: Metadata, path: str, episodes: Sequence[Episode]) -> None:
+@dataclasses.dataclass
+class _Failed:
+    """Why columns cannot be read, by episode, and the columns that can be in other episodes."""
+
+    why: dict[tuple[int, str], str] = dataclasses.field(default_factory=dict)
+    elsewhere: set[str] = dataclasses.field(default_factory=set)
+
+
+def _read_file(
+    found: DataRows, failed: _Failed, metadata: Metadata, path: str, episodes: Sequence[Episode]
+) -> None:
     features = metadata.features
     if not (metadata.root / path).is_file():
         return
@@ -77,14 +103,11 @@ def _read_file(found: DataRows, metadata: Metadata, path: str, episodes: Sequenc
         return
     found.names[path] = frozenset(names)
 
-    def arrays(part: pa.Table) -> Columns:
-        shapes = {key: features[key].shape if key in features else () for key in keys}
-        return {key: to_array(part[key], shapes[key], path, key) for key in keys}
-
-    try:
-        whole = arrays(table)
-    except ValueError:  # in whose rows?
-        whole = None
+    shapes = {key: features[key].shape if key in features else () for key in keys}
+    whole: Columns = {}
+    for key in keys:
+        with contextlib.suppress(ValueError):  # in whose rows? See below.
+            whole[key] = to_array(table[key], shapes[key], path, key)
     owners = _owners(metadata, episodes, table)
     numbers, firsts, counts = np.unique(owners, return_index=True, return_counts=True)
     places = dict(zip(numbers.tolist(), zip(firsts.tolist(), counts.tolist())))
@@ -97,13 +120,18 @@ def _read_file(found: DataRows, metadata: Metadata, path: str, episodes: Sequenc
                 raise ValueError(f"{path} has {known} rows of it, listed are {episode.length}")
             if (owners[place] != episode.index).any():
                 raise ValueError(f"{path}: its rows are mixed with those of other episodes")
-            if whole is None:
-                rows = arrays(table.slice(start, episode.length))
-            else:
-                rows = {key: array[place] for key, array in whole.items()}
         except ValueError as error:
             found.unreadable[episode.index] = str(error)
             continue
+        rows = {key: array[place] for key, array in whole.items()}
+        for key in keys:
+            if key not in whole:
+                try:
+                    part = table[key].slice(start, episode.length)
+                    rows[key] = to_array(part, shapes[key], path, key)
+                except ValueError as error:
+                    failed.why[episode.index, key] = str(error)
+        failed.elsewhere.update(rows)
         found.first_rows[episode.index] = start
         derived = {} if rows.keys() >= set(DERIVED) else _derive(metadata, episode)
         found.rows[episode.index] = derived | rows
@@ -134,7 +162,17 @@ def _derive(metadata: Metadata, episode: Episode) -> Columns:
 
 
 def to_array(column: pa.ChunkedArray, shape: tuple[int, ...], path: Any, key: str) -> np.ndarray:
-    """Return (rows,) for plain values and (rows, *shape) for lists; ValueError if values lack."""
+    """Return (rows,) for plain values and (rows, *shape) for lists; ValueError if values lack.
+
+    Anything but numbers, such as text, is an array of Python objects, with None for null.
+    """
+    leaf = column.type
+    while isinstance(leaf, pa.ListType | pa.LargeListType | pa.FixedSizeListType):
+        leaf = leaf.value_type
+    if not pa.types.is_primitive(leaf) and not pa.types.is_null(leaf):
+        objects = np.empty(len(column), object)
+        objects[:] = column.to_pylist()
+        return objects
     values, sizes = column.combine_chunks(), []
     while isinstance(values, pa.ListArray | pa.LargeListArray | pa.FixedSizeListArray):
         parents, children = len(values), values.flatten()
@@ -162,10 +200,9 @@ def join_columns(metadata: Metadata, episodes: Sequence[Episode], data: DataRows
     """
     rows, columns = [data.rows[episode.index] for episode in episodes], Columns()
     declared = [key for key in metadata.features if key in rows[0] and key not in DERIVED]
-    everywhere = frozenset.intersection(*data.names.values())
     for key in (*declared, *DERIVED):
         pieces = [one.pop(key) for one in rows]
-        if key in DERIVED and key not in everywhere:
+        if key in DERIVED and key not in data.everywhere:
             # For all episodes, since what some files hold need not have the same shape and type.
             pieces = [_derive(metadata, episode)[key] for episode in episodes]
         first = pieces[0]

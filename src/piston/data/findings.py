@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from piston.data.columns import DataRows, read_rows
 from piston.data.format import DERIVED, Episode
 from piston.data.metadata import CAMERA_IGNORED, Metadata
-from piston.data.problems import Problem, episode_problem, unknown_key
+from piston.data.problems import Problem, Severity, episode_problem, unknown_key
 from piston.data.video import TOLERANCE_S, Header, VideoHeader, num_usable_cpus, read_header
 
 
@@ -88,9 +88,9 @@ def _missing_columns(
     """Ignore a feature that no file has; leave out the episodes of files that lack another one."""
     if not data.names:
         return
-    features, everywhere = metadata.features, frozenset.intersection(*data.names.values())
+    features = metadata.features
     for key in dict.fromkeys((*features, *DERIVED)):
-        if key in everywhere or (key in features and features[key].dtype == "video"):
+        if key in data.everywhere or (key in features and features[key].dtype == "video"):
             continue
         if key in DERIVED:
             declared = "not" if key in features else "neither declared nor"
@@ -106,8 +106,10 @@ def _missing_columns(
             what = "declared as image, but in no data file and in no video"
             yield Problem("warning", key, what, CAMERA_IGNORED, camera=key)
         else:
+            severity: Severity = "warning" if key in data.ignored else "error"
+            what = data.ignored.get(key, "declared, in no data file")
             consequence = "items lack it: training that uses it is not possible"
-            yield Problem("error", key, "declared, in no data file", consequence)
+            yield Problem(severity, key, what, consequence)
 
 
 def _shared_frames(metadata: Metadata, cameras: Iterable[str]) -> Iterator[Problem]:

@@ -152,26 +152,32 @@ def open_source(config: DataConfig, model: ModelConfig) -> LeRobotDataset:
         )
     features, used = metadata.features, keys_used(config)
     steps = config.steps_read(model.action_horizon)
-    _require_keys(config, metadata)
+    columns = [name for name, one in features.items() if not one.is_camera]
+    # Cameras without files are left to `open_dataset`, which names the files.
+    _require_keys(config, metadata, columns, known=(*features, *DERIVED))
     with advising(config):
-        return open_dataset(
+        dataset = open_dataset(
             metadata,
             sequences=dict.fromkeys(config.action_sequence_keys, steps),
             episodes=config.episodes,
             cameras=used and [key for key in used if key in features and features[key].is_camera],
         )
+    # What is declared may have no data.
+    _require_keys(config, metadata, dataset.keys, known=(*dataset.cameras, *dataset.keys))
+    return dataset
 
 
-def _require_keys(config: DataConfig, metadata: Metadata) -> None:
-    """Raise KeyError if the data set does not declare a key that the pipeline takes from it."""
+def _require_keys(
+    config: DataConfig, metadata: Metadata, columns: Sequence[str], known: Iterable[str]
+) -> None:
+    """Raise KeyError if a key that the pipeline takes from the data set is not known."""
     actions = config.action_sequence_keys
     # What is added to the items of a data set.
     added = {"task", "prompt", PADDING_KEY, *(f"{key}_is_pad" for key in actions)}
-    known = {*metadata.features, *DERIVED, *added}
+    found = {*known, *added}
     taken = [*zip(actions, actions), *(_repacked(config) or {}).items()]
     for path, key in taken:
-        if key not in known:
-            columns = [name for name, one in metadata.features.items() if not one.is_camera]
+        if key not in found:
             raise unknown_key(
                 *(str(metadata.root), key, metadata.cameras, columns),
                 is_camera="image" in path,
