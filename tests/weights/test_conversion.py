@@ -10,7 +10,7 @@ from safetensors import safe_open
 from tests.weights.test_pytorch_names import FULL_SIZE, read_keys
 from tests.weights.test_weight_numbers import read_case
 
-from piston.models.configs import VISION
+from piston.models.configs import VISION, Pi0Config
 from piston.transforms.normalize import NormStats, read_norm_stats, write_norm_stats
 from piston.verification.models import observation_of
 from piston.weights import (
@@ -19,6 +19,7 @@ from piston.weights import (
     convert,
     load_model,
     open_checkpoint,
+    openpi_jax,
     read_statistics,
     save_model,
 )
@@ -31,6 +32,7 @@ STATS = {
     "state": NormStats(np.arange(3.0), np.full(3, 0.5), np.full(3, -2.0), np.full(3, 2.0)),
     "actions": NormStats(np.arange(4.0), np.full(4, 0.25), np.full(4, -1.0), np.full(4, 1.0)),
 }
+EXPERTS = ("vlm", "action_expert")
 ACTION_MODES = {"pi0": "MEAN_STD", "pi05": "QUANTILES", "pi0_fast": "QUANTILES"}
 
 
@@ -79,10 +81,60 @@ def test_openpi_s_own_file_is_written_again(reference, reference_config, tmp_pat
     assert found[EXPERT_HEAD].shape == expected[EXPERT_HEAD].shape
 
 
+@pytest.mark.parametrize("name", ["pi0", "pi05", "pi0_fast"])
+@pytest.mark.parametrize("block", [2**26, 2**10], ids=["small arrays", "large arrays"])
+def test_openpi_s_jax_arrays_are_written_again(
+    reference, reference_config, tmp_path, monkeypatch, name, block
+):
+    """From PyTorch's layout and back; large arrays are written layer by layer."""
+    monkeypatch.setattr(openpi_jax, "_BLOCK", block)
+    folder, config = reference / "models" / name, reference_config(name)
+    convert(folder / "params", tmp_path / "ours", config=config)
+    heard = []
+    convert(
+        tmp_path / "ours",
+        tmp_path / "theirs",
+        to="openpi-jax",
+        progress=lambda done, total, _: heard.append((done, total)),
+    )
+    stores = [openpi_jax._ArrayStore(path / "params") for path in (tmp_path / "theirs", folder)]
+    found, expected = stores
+    assert found.shapes == expected.shapes
+    assert found.dtypes == expected.dtypes
+    for path in expected.shapes:
+        assert torch.equal(found.read(path, ()), expected.read(path, ())), path
+    assert heard[-1][0] == heard[-1][1]
+    # The same description of the tree, but without the leaf `value` that only trainers add.
+    trees = [
+        json.loads((path / "params/_METADATA").read_text())["tree_metadata"]
+        for path in (tmp_path / "theirs", folder)
+    ]
+    plain = {key.replace(", 'value')", ")"): entry for key, entry in trees[1].items()}
+    assert trees[0].keys() == plain.keys()
+    for key, entry in trees[0].items():
+        assert entry["value_metadata"] == plain[key]["value_metadata"]
+
+
+def test_full_size_jax_arrays_have_openpi_s_layout():
+    """Also where every head has keys of its own, which changes the arrays' names."""
+    config = Pi0Config(pi05=True)
+    shapes = openpi_jax.array_shapes(config, expected_shapes(config))
+    attention = "PaliGemma/llm/layers/attn/"
+    assert shapes[f"{attention}q_einsum/w"] == (18, 8, 2048, 256)
+    assert shapes[f"{attention}kv_einsum_1/w"] == (18, 2, 1, 1024, 256)
+    assert shapes["PaliGemma/llm/layers/mlp/gating_einsum"] == (18, 2, 2048, 16384)
+    heads = {name: dataclasses.replace(getattr(config, name), num_kv_heads=8) for name in EXPERTS}
+    config = dataclasses.replace(config, **heads)
+    shapes = openpi_jax.array_shapes(config, expected_shapes(config))
+    assert shapes[f"{attention}qkv_einsum/w"] == (18, 3, 8, 2048, 256)
+    assert not [path for path in shapes if "/q_einsum" in path or "/kv_einsum" in path]
+
+
 @pytest.mark.parametrize(
     ("name", "to"),
     [
         *((name, to) for name in ("pi0", "pi05", "pi0_lora") for to in ("openpi", "lerobot")),
+        *((name, "openpi-jax") for name in ("pi0", "pi05", "pi0_lora", "pi0_fast")),
         ("pi0_fast", "lerobot"),
         ("pi0_lora", "piston"),
     ],
@@ -94,7 +146,7 @@ def test_what_is_written_gives_the_reference_s_actions(
     merge = name == "pi0_lora"
     written = convert(folder / "params", tmp_path / "new", to=to, config=config, merge_lora=merge)
     assert not [tensor for tensor in written.names() if "lora" in tensor]
-    assert written.format == {"openpi": "openpi-pytorch"}.get(to, to)
+    assert written.format == {"openpi": "openpi-pytorch", "openpi-jax": "jax"}.get(to, to)
     case, model = read_case(folder), load_model(tmp_path / "new", written.config)
     with torch.no_grad():
         if name == "pi0_fast":
@@ -213,6 +265,7 @@ def test_a_lerobot_normalisation_of_another_kind_is_named(tmp_path, tiny, tiny_s
         ("pi0", {"to": "lerobto"}, "'lerobto'; expected .* Did you mean 'lerobot'"),
         ("pi0", {"merge_lora": True}, "no adapters to merge"),
         ("pi0_lora", {"to": "openpi"}, "add --merge-lora"),
+        ("pi0_lora", {"to": "openpi-jax"}, "add --merge-lora"),
         ("pi0_lora", {"to": "lerobot"}, "add --merge-lora"),
         ("pi0_fast", {"to": "openpi"}, "π0-FAST, which openpi's PyTorch models do not include"),
         ("pi0", {"asset_id": "x"}, "leave it out"),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from piston.models.model import Model
     from piston.verification import Quantity
 
-Format = Literal["piston", "openpi", "lerobot"]
+Format = Literal["piston", "openpi", "openpi-jax", "lerobot"]
 
 # Bytes per trained parameter: float32 master, gradient, two moments of AdamW, mean of weights.
 _TRAINING_BYTES = 4 + 4 + 8 + 4
@@ -54,7 +54,8 @@ def _convert(
     Args:
         source: A folder, a .safetensors file, or a location (gs://, hf://, https://).
         target: The new folder.
-        to: The format of the new folder; openpi is that of its PyTorch models.
+        to: The format of the new folder; openpi is for its PyTorch models, openpi-jax for its JAX
+            models.
         merge_lora: Add LoRA adapters to the weights that they adapt; the result has none.
         dtype: Hold the large matrices in this; by default as they are stored.
         preset: Check the sizes against this preset; by default they are inferred.

@@ -2,6 +2,7 @@
 
     piston      model.safetensors, config.json with the robot of a trained checkpoint, assets/
     openpi      model.safetensors as openpi's PyTorch models load it, config.json, assets/
+    openpi-jax  params/ as openpi's JAX models load it (Orbax), config.json, assets/
     lerobot     model.safetensors, config.json and processors of a LeRobot policy
 
 Tensors are read, changed and written one at a time. The names are those of the table with which the
@@ -28,7 +29,7 @@ from piston.progress import Progress, no_progress
 from piston.serialization import to_json
 from piston.suggestions import did_you_mean
 from piston.transforms.normalize import FILE_NAME, NormStats, read_norm_stats, write_norm_stats
-from piston.weights import lerobot
+from piston.weights import lerobot, openpi_jax
 from piston.weights.checkpoint import TENSORS, Checkpoint, build_on_meta, open_checkpoint
 from piston.weights.configs import (
     CONFIG,
@@ -43,9 +44,13 @@ from piston.weights.tensors import read_object, write_tensor_file
 
 logger = logging.getLogger(__name__)
 
-Format = Literal["piston", "openpi", "lerobot"]
+Format = Literal["piston", "openpi", "openpi-jax", "lerobot"]
 FORMATS: tuple[Format, ...] = get_args(Format)
-_SOFTWARE = {"openpi": "openpi's PyTorch models", "lerobot": "LeRobot"}
+_SOFTWARE = {
+    "openpi": "openpi's PyTorch models",
+    "openpi-jax": "openpi's JAX models",
+    "lerobot": "LeRobot",
+}
 _ASSETS = "assets"
 
 
@@ -76,22 +81,29 @@ def convert(
     tensors = _Tensors(checkpoint, dtype, merge_lora)
     names = {name: name for name in tensors.dtypes}
     if to != "piston":
+        _check_counterpart(tensors, to)
+    if to in ("openpi", "lerobot"):
         names = _foreign_names(tensors, to)
     files = _SourceFiles(checkpoint)
     norm_stats, quantiles = files.statistics(asset_id) if to == "lerobot" else ({}, False)
     _log_choices(checkpoint)
     with atomic_folder(target) as fresh:
         shapes = {theirs: tensors.empty(ours) for theirs, ours in names.items()}
-        write_tensor_file(
-            fresh / TENSORS, shapes, lambda theirs: tensors.read(names[theirs]), progress
-        )
+        if to == "openpi-jax":
+            openpi_jax.write_arrays(
+                fresh / "params", tensors.config, shapes, tensors.read, progress
+            )
+        else:
+            write_tensor_file(
+                fresh / TENSORS, shapes, lambda theirs: tensors.read(names[theirs]), progress
+            )
         if to == "lerobot":
             lerobot.write_policy_files(
                 fresh, tensors.config, norm_stats, use_quantiles=quantiles, floor=files.norm_floor
             )
         else:
             described = describe(tensors.config, files.sections(tensors.config))
-            if to == "openpi":
+            if to != "piston":
                 described = foreign_fields(tensors.config, OPENPI_NAMES)
             write_json(fresh / CONFIG, described, indent=2)
             files.copy_statistics(fresh, to, asset_id)
@@ -134,23 +146,17 @@ class _Tensors:
         return merged.to(self.dtypes[name])
 
 
-def _foreign_names(tensors: _Tensors, to: Format) -> dict[str, str]:
-    """Return the names to write and the tensors under them.
-
-    The action expert reads no text, but its output head is in all files of both formats, and their
-    readers require it: it is written as zeros. The embedding table is tied to the output head. A
-    file that openpi loads must have one of both, one that LeRobot loads must have both.
-    """
+def _check_counterpart(tensors: _Tensors, to: Format) -> None:
+    """Raise ValueError if the other software has no such model; warn if it has other sizes."""
     config, software = tensors.config, _SOFTWARE[to]
     if to == "openpi" and config.family == "π0-FAST":
         raise ValueError(
-            f"The model is π0-FAST, which {software} do not include. It can be written for LeRobot "
-            "(--to lerobot)."
+            f"The model is π0-FAST, which {software} do not include. Write it for openpi's JAX "
+            "models (--to openpi-jax) or LeRobot (--to lerobot)."
         )
     if config != without_adapters(config):
-        raise ValueError(f"The model has adapters, {software} have none: add --merge-lora.")
-    names = {ours: foreign_name(ours) for ours in tensors.dtypes}
-    if without := sorted(ours for ours, theirs in names.items() if theirs is None):
+        raise ValueError("The model has adapters, which are written only merged: add --merge-lora.")
+    if without := sorted(ours for ours in tensors.dtypes if foreign_name(ours) is None):
         raise ValueError(
             f"{software} have no counterpart of {len(without)} tensors, such as {without[0]}: a "
             "model with a convolutional stem (--model.vision …,stem=N) exists here only."
@@ -162,6 +168,16 @@ def _foreign_names(tensors: _Tensors, to: Format) -> dict[str, str]:
             *(software, config.family),
             ", ".join(f"{name} = {value}" for name, value in unusual.items()),
         )
+
+
+def _foreign_names(tensors: _Tensors, to: Format) -> dict[str, str]:
+    """Return the names to write in model.safetensors, and the tensors under them.
+
+    The action expert reads no text, but its output head is in all files of both formats, and their
+    readers require it: it is written as zeros. The embedding table is tied to the output head. A
+    file that openpi loads must have one of both, one that LeRobot loads must have both.
+    """
+    names = {ours: foreign_name(ours) for ours in tensors.dtypes}
     found = {theirs: ours for ours, theirs in names.items() if theirs is not None}
     embedding = found[EMBEDDING]
     if to == "openpi":
@@ -232,7 +248,7 @@ class _SourceFiles:
             shutil.copytree(self._folder / _ASSETS, target / _ASSETS)
         elif asset_id is not None:
             self._name_statistics(target / _ASSETS / asset_id)
-        elif theirs and to == "openpi":
+        elif theirs and to != "piston":
             raise ValueError(
                 f"{self._folder} has the statistics of a LeRobot policy, which have no name. Give "
                 "them the asset_id of openpi's configuration: --asset-id NAME"

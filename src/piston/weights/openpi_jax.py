@@ -1,18 +1,19 @@
-"""Checkpoints of openpi's JAX trainer (Orbax): the table of their arrays, and their reader.
+"""Checkpoints of openpi's JAX trainer (Orbax): the table of their arrays, reader and writer.
 
     B layers, stacked on the first axis     D width     F mlp     N heads     K key heads
     H head size     R rank of an adapter     P patch     V vocabulary
 
 A JAX kernel is (in, out), ours are (out, in). The action expert has `_1` after a module's name.
-Files are read with `tensorstore`, without JAX. Layers are stacked in one array, often in one
-compressed chunk of several gigabytes, so each array is decoded once and all its layers are read
-before the next array is opened.
+Files are read and written with `tensorstore`, without JAX. Layers are stacked in one array, often
+in one compressed chunk of several gigabytes, so each array is decoded once and all its layers are
+read before the next array is opened.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -22,10 +23,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from piston.files import write_json
+from piston.models.configs import GemmaSize, ModelConfig
+from piston.progress import Progress, no_progress
 from piston.weights.pytorch_names import SUFFIX
 from piston.weights.tensors import CheckpointError, Entry, Shape, read_object
 
 _MANIFEST, _METADATA = "manifest.ocdbt", "_METADATA"
+_ROOT, _DICT_KEY = "params", 2  # of Orbax's trees
 _ZARR_FILES = {".zarray": "zarr", "zarr.json": "zarr3"}
 _BLOCK = 2**26  # bytes of a large array that are copied at once
 _DTYPES = {str(d)[6:]: d for d in (torch.float16, torch.float32, torch.float64, torch.bfloat16)}
@@ -44,6 +49,18 @@ _LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "one group from heads": lambda x: x.flatten(0, 1).mT[None],  # (N, H, R) → (1, R, N·H)
     # (N, R, D) → (1, D, R): every head adds to every output.
     "sum of heads": lambda x: x.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).mT[None],
+}
+# The shape of the part of an array, from that of our tensor and the number of heads. Adapters are
+# not written.
+_PARTS: dict[str, Callable[[Shape, int], Shape]] = {
+    "same": lambda s, _: s,
+    "flat": lambda s, n: (n, s[0] // n),
+    "single": lambda s, _: (1, *s),
+    "transpose": lambda s, _: (s[1], s[0]),
+    "conv": lambda s, _: (s[2], s[3], s[1], s[0]),
+    "heads first": lambda s, n: (n, s[1], s[0] // n),
+    "heads last": lambda s, n: (s[1], n, s[0] // n),
+    "from heads": lambda s, n: (n, s[1] // n, s[0]),
 }
 # The arrays of each kind of module: the ending of their names, and the layout.
 _KINDS: dict[str, dict[str, str]] = {
@@ -104,28 +121,32 @@ for _mark, _expert in {"": "vlm.", "_1": "action_expert."}.items():
 class Row(NamedTuple):
     """The tensors in one array: one, or one for each index of the axis after the layers."""
 
-    convert: Callable[[Tensor], Tensor]
+    layout: str
     names: tuple[str, ...]
+
+    @property
+    def convert(self) -> Callable[[Tensor], Tensor]:
+        return _LAYOUTS[self.layout]
 
 
 TABLE = {
-    f"{_IMG}pos_embedding": Row(_LAYOUTS["single"], ("vision.position_embedding",)),
-    f"{_LLM}embedder/input_embedding": Row(_LAYOUTS["same"], ("vlm.embedding.weight",)),
+    f"{_IMG}pos_embedding": Row("single", ("vision.position_embedding",)),
+    f"{_LLM}embedder/input_embedding": Row("same", ("vlm.embedding.weight",)),
 }
 for _theirs, (_kind, *_ours) in _MODULES.items():
     for _ending, _layout in _KINDS[_kind].items():
         _leaf = _ENDINGS.get(_kind + _ending) or _ENDINGS[_ending]
-        TABLE[_theirs + _ending] = Row(_LAYOUTS[_layout], tuple(name + _leaf for name in _ours))
+        TABLE[_theirs + _ending] = Row(_layout, tuple(name + _leaf for name in _ours))
 
 
 def plain_path(path: str) -> str:
     """Return the path without the top `params` and the leaf `value`, which only some trees have."""
-    return path.removeprefix("params/").removesuffix("/value")
+    return path.removeprefix(f"{_ROOT}/").removesuffix("/value")
 
 
 def slices(path: str, shape: Shape) -> dict[str, tuple[tuple[int, ...], Shape]]:
     """Return where our tensors are in an array of the table, and the shapes that they have."""
-    convert, names = TABLE[path]
+    convert, names = TABLE[path].convert, TABLE[path].names
     array, found = torch.empty(shape, device="meta"), {}
     try:
         for layer in range(array.shape[0]) if "*" in names[0] else [None]:
@@ -209,17 +230,22 @@ def _name_errors(what: str) -> Iterator[None]:
         ) from error
 
 
+def _import_tensorstore() -> Any:
+    try:
+        import tensorstore
+    except ImportError as error:
+        raise ImportError(
+            "Checkpoints of openpi's JAX trainer need tensorstore, which is not installed. "
+            "Run: pip install 'piston[jax-weights]'"
+        ) from error
+    return tensorstore
+
+
 class _ArrayStore:
     """The arrays of one checkpoint by path. Keeps the array that was read last decoded."""
 
     def __init__(self, folder: Path) -> None:
-        try:
-            import tensorstore
-        except ImportError as error:
-            raise ImportError(
-                "Checkpoints of the JAX trainer are read with tensorstore, which is not installed. "
-                "Run: pip install 'piston[jax-weights]'"
-            ) from error
+        tensorstore = _import_tensorstore()
         self._tensorstore, self._folder = tensorstore, folder
         self._open: tuple[str, Any] = ("", None)
         with _name_errors(f"{folder} cannot be read as an Orbax checkpoint"):
@@ -275,3 +301,102 @@ class _ArrayStore:
         if dtype == torch.bfloat16:  # which numpy itself does not have
             return torch.from_numpy(values.view(np.int16)).view(dtype)
         return torch.from_numpy(values)
+
+
+def array_shapes(config: ModelConfig, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Return the arrays in which openpi's JAX models store tensors of these shapes."""
+    found: dict[str, Shape] = {}
+    for path, (layout, names) in TABLE.items():
+        first = names[0].replace("*", "0")
+        if first not in shapes:
+            continue
+        size = getattr(config, first.partition(".")[0], None)  # the suffix has neither
+        heads, depth = (1, 1) if size is None else (size.num_heads, size.depth)
+        if isinstance(size, GemmaSize) and first.endswith((".query.weight", ".key.weight")):
+            # Query, key and value are one array where every head has keys of its own.
+            if ("/qkv_" in path) != (size.num_heads == size.num_kv_heads):
+                continue
+            heads = size.num_kv_heads if "/kv_" in path else size.num_heads
+        stacked = ((depth,) if "*" in names[0] else ()) + ((len(names),) if len(names) > 1 else ())
+        found[path] = (*stacked, *_PARTS[layout](shapes[first], heads))
+    return found
+
+
+def write_arrays(
+    folder: Path,
+    config: ModelConfig,
+    tensors: Mapping[str, Tensor],
+    read: Callable[[str], Tensor],
+    progress: Progress = no_progress,
+) -> None:
+    """Write the arrays of a model without adapters, one tensor at a time; `progress` counts bytes.
+
+    `tensors` tell shapes and dtypes (they may be on the meta device), `read` returns the values.
+    """
+    store = _import_tensorstore()
+    folder.mkdir(parents=True)
+    base = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder.resolve()}/"}}
+    total, done = sum(tensor.nbytes for tensor in tensors.values()), 0
+    shapes = array_shapes(config, {name: tuple(t.shape) for name, t in tensors.items()})
+    for path, shape in shapes.items():
+        found = slices(path, shape)
+        dtypes = [tensors[name].dtype for name in found]
+        dtype = functools.reduce(torch.promote_types, dtypes)
+        is_small = math.prod(shape) * dtype.itemsize <= _BLOCK
+        stacked = 0 if is_small else len(next(iter(found.values()))[0])
+        key = f"{_ROOT}/{path}".replace("/", ".")
+        array = _create(store, {**base, "path": f"{key}/"}, shape, dtype, stacked)
+        buffer = torch.empty(shape if is_small else shape[stacked:], dtype=dtype)
+        for name, (index, _) in found.items():
+            part = buffer[index] if is_small else buffer
+            _fill(part, TABLE[path].convert, read(name))
+            done += tensors[name].nbytes
+            if not is_small:
+                array[index].write(_to_numpy(buffer, store)).result()
+            progress(done, total, name)
+        if is_small:
+            array.write(_to_numpy(buffer, store)).result()
+    write_json(folder / _METADATA, _describe_tree(shapes))
+
+
+def _create(store: Any, place: dict[str, Any], shape: Shape, dtype: torch.dtype, ones: int) -> Any:
+    """Create an array with chunks of one index on the first axes, and of limited size."""
+    rows = _BLOCK // max(1, math.prod(shape[ones + 1 :]) * dtype.itemsize)
+    chunks = (*(1,) * ones, max(1, min(shape[ones], rows)), *shape[ones + 1 :])
+    spec = {
+        "driver": "zarr",
+        "kvstore": place,
+        "metadata": {"chunks": chunks, "compressor": {"id": "zstd", "level": 1}},
+        "store_data_equal_to_fill_value": True,
+    }
+    return store.open(spec, create=True, shape=shape, dtype=str(dtype)[6:]).result()
+
+
+def _fill(part: Tensor, convert: Callable[[Tensor], Tensor], tensor: Tensor) -> None:
+    """Give a part of an array the values from which `convert` makes the tensor."""
+    converted = convert(part)
+    if converted.data_ptr() == part.data_ptr():  # the same memory, with other axes
+        converted.copy_(tensor)
+        return
+    places = convert(torch.arange(part.numel()).view(part.shape))
+    part.view(-1)[places.flatten()] = tensor.flatten().to(part.dtype)
+
+
+def _to_numpy(tensor: Tensor, store: Any) -> Any:
+    if tensor.dtype == torch.bfloat16:  # which numpy itself does not have
+        return tensor.view(torch.int16).numpy().view(store.bfloat16.numpy_dtype)
+    return tensor.numpy()
+
+
+def _describe_tree(shapes: Mapping[str, Shape]) -> dict[str, Any]:
+    """Return Orbax's description of a tree of dictionaries whose leaves are these arrays."""
+    tree = {}
+    for path, shape in shapes.items():
+        keys = (_ROOT, *path.split("/"))
+        value = {"value_type": "jax.Array", "skip_deserialize": False, "write_shape": shape}
+        tree[str(keys)] = {
+            "key_metadata": [{"key": key, "key_type": _DICT_KEY} for key in keys],
+            "value_metadata": value,
+        }
+    options = {"use_zarr3": False, "store_array_data_equal_to_fill_value": True}
+    return {"tree_metadata": tree, **options, "custom_metadata": None}
