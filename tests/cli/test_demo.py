@@ -306,8 +306,10 @@ def test_the_short_form_from_end_to_end(tmp_path, capfd):
     assert re.search(r"peak memory of the largest process: \d\.\d\d GB", told)
     page = (out / "report.html").read_text()
     parts = re.findall('<section id="([^"]*)"', page)
-    evaluated = ["success-per-seed", "videos", "training", "chunks-and-what-was-executed"]
-    assert parts == [*evaluated, "action-chunk", "denoising", "transforms", "timings"]
+    assert parts == [
+        *("success-per-seed", "videos", "training", "data-set", "chunks-and-what-was-executed"),
+        *("action-chunk", "denoising", "transforms", "timings", "how-it-was-started"),
+    ]
     results = json.loads((out / "eval/asked/results.json").read_text())
     assert f"({out.resolve()}/checkpoints/tiny_aloha_sim/demo/" in results["policy"]
     assert (out / "animation.webp").stat().st_size < 1_000_000

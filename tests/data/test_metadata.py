@@ -9,7 +9,7 @@ import pytest
 
 from piston.data import check_dataset, open_dataset
 from piston.data.convert import convert_to_v30
-from piston.data.format import lerobot_home, locate
+from piston.data.format import Feature, dimension_names, lerobot_home, locate
 from piston.data.metadata import Metadata
 from piston.data.video import VideoError, VideoReader, probe_video
 
@@ -34,6 +34,21 @@ def test_sets_written_by_lerobot_are_read_without_problems(small_reference, name
     assert metadata.episodes[1].start == metadata.episodes[0].length
     assert metadata.features["action"].shape == (14,)
     assert metadata.problems == ()
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["shoulder", "elbow"], ["shoulder", "elbow"]),
+        ({"motors": ["shoulder", "elbow"]}, ["shoulder", "elbow"]),
+        ({"left": ["elbow"], "right": ["elbow"]}, ["elbow[0]", "elbow[1]"]),
+        (["shoulder"], ["action[0]", "action[1]"]),
+        (None, ["action[0]", "action[1]"]),
+    ],
+)
+def test_names_of_dimensions_are_unique(names, expected):
+    feature = Feature("action", "float32", (2,), names)
+    assert dimension_names([feature], 2, "action") == expected
 
 
 def test_a_camera_that_is_declared_but_has_no_files_is_ignored_and_reported(reference):

@@ -5,11 +5,13 @@ import json
 import re
 import shutil
 from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 import pytest
 
 from piston.cli import main
 from piston.report.page import write_report
+from piston.report.training import read_run
 from piston.robots.simple import FakeDataConfig
 from piston.training.loop import train_loop
 
@@ -19,11 +21,14 @@ PARTS = [
     "success-per-seed",
     "videos",
     "training",
+    "validation",
+    "data-set",
     "chunks-and-what-was-executed",
     "action-chunk",
     "denoising",
     "transforms",
     "timings",
+    "how-it-was-started",
 ]
 
 
@@ -89,7 +94,7 @@ def test_headline_numbers(whole, run):
 def test_a_cell_for_every_seed_tells_how_it_ended(whole):
     cells = [a for a in whole.all("span") if "title" in a]
     assert [cell["class"] for cell in cells] == ["cell held", "cell lost", "cell failed"]
-    assert cells[1]["title"] == "seed 1: fulfilled, then lost; 11 steps; “wave <both> arms”"
+    assert cells[1]["title"] == "seed 1: success that did not last; 11 steps; “wave <both> arms”"
 
 
 def test_videos_can_be_played(whole):
@@ -99,7 +104,7 @@ def test_videos_can_be_played(whole):
     assert all(video["src"].startswith("data:video/mp4;base64,") for video in videos)
     # In the order of the seeds' fates, each with what happened.
     captions = [line for line in whole.text.splitlines() if line.startswith("seed ")]
-    assert captions[0].startswith("seed 2: failed")
+    assert captions[0].startswith("seed 2: failure")
 
 
 def test_every_joint_and_every_transform_is_named(whole):
@@ -124,26 +129,27 @@ def test_text_from_outside_is_never_markup(page):
 def test_a_run_that_has_only_begun(run, tmp_path):
     shutil.copy(run / "run.json", tmp_path)
     reader = Reader(write_report(tmp_path).read_text())
-    assert reader.sections == []
+    assert reader.sections == ["data-set"]
     assert "Training left out: metrics.jsonl has 0 line(s)" in _lines(reader)
-    assert "piston eval TASK --policy" in reader.text
+    assert "Validation left out: no validation is logged yet" in _lines(reader)
+    assert "How it was started left out: the run was started by a version" in _lines(reader)
     assert reader.text.count("the run has no whole checkpoint yet") == 3
 
 
 def test_without_its_data_set_the_rest_is_shown(root, run, tmp_path):
-    moved = tmp_path / "run"
-    shutil.copytree(run, moved)
-    path = moved / "run.json"
-    path.write_text(path.read_text().replace(str(root / "data"), str(tmp_path / "gone")))
+    moved = _copy(run, tmp_path / "run", str(root / "data"), str(tmp_path / "gone"))
     reader = Reader(write_report(moved, evaluations=[root / "eval"]).read_text())
-    evaluated = ["success-per-seed", "videos", "training", "chunks-and-what-was-executed"]
-    assert reader.sections == [*evaluated, "timings"]
+    assert reader.sections == [
+        *("success-per-seed", "videos", "training", "validation"),
+        *("chunks-and-what-was-executed", "timings", "how-it-was-started"),
+    ]
     assert str(tmp_path / "gone") in reader.text
 
 
 def test_without_the_policy(run, tmp_path):
     reader = Reader(write_report(run, tmp_path / "page.html", use_policy=False).read_text())
-    assert reader.sections == ["training", "transforms", "timings"]
+    shown = ["training", "validation", "data-set", "transforms", "timings", "how-it-was-started"]
+    assert reader.sections == shown
     assert "Leave out --no-policy" in reader.text
 
 
@@ -151,8 +157,9 @@ def test_random_samples(tmp_path):
     config = cases.config(tmp_path, data=FakeDataConfig(), validation_episodes=0)
     train_loop(dataclasses.replace(config, num_train_steps=2))
     reader = Reader(write_report(config.checkpoint_dir).read_text())
-    assert reader.sections == ["training", "timings"]
+    assert reader.sections == ["training", "timings", "how-it-was-started"]
     assert "Transforms left out: the run trained on random samples" in _lines(reader)
+    assert "no episodes were held out of training" in reader.text
 
 
 def test_evaluations_below_the_run_are_found(run, tmp_path):
@@ -160,7 +167,7 @@ def test_evaluations_below_the_run_are_found(run, tmp_path):
     cases.write_evaluation(tmp_path / "eval")
     cases.write_evaluation(tmp_path / "opposite", "do the opposite")
     reader = Reader(write_report(tmp_path).read_text())
-    evaluated = ["success-per-seed", "videos", "chunks-and-what-was-executed"]
+    evaluated = ["success-per-seed", "videos", "data-set", "chunks-and-what-was-executed"]
     assert reader.sections == [*evaluated, "timings"]
     assert "success, opposite" in reader.text
 
@@ -173,9 +180,85 @@ def test_the_verb(root, run, tmp_path, capsys):
     assert Reader(out.read_text()).sections[0] == "success-per-seed"
 
 
+def test_advice_fits_the_robot(root, run, tmp_path):
+    """A simulator is recommended only for data that was recorded in one."""
+    text = Reader(write_report(run, tmp_path / "real.html", use_policy=False).read_text()).text
+    assert f"piston serve {run / '3'}" in text
+    assert "piston eval" not in text
+    shutil.copytree(root / "data", tmp_path / "data")
+    header = {"task": "aloha_insertion", "seed": 0, "pixels": 32}
+    (tmp_path / "data" / "meta" / "simulation.jsonl").write_text(json.dumps(header) + "\n")
+    simulated = _copy(run, tmp_path / "run", str(root / "data"), str(tmp_path / "data"))
+    text = Reader(write_report(simulated, use_policy=False).read_text()).text
+    assert f"piston eval aloha_insertion --policy {simulated / '3'} --video" in text
+    assert "piston serve" not in text
+
+
+def test_how_the_run_was_started(whole, run):
+    started = json.loads((run / "history.jsonl").read_text())
+    assert started["first_step"] == 0
+    for key in ("command", "piston", "torch", "python", "machine"):
+        assert started[key] in whole.text
+    assert started["date"].replace("T", " ").replace("+00:00", " UTC") in whole.text
+    assert "0 times resumed" not in whole.text
+
+
+def test_every_plot_has_a_caption(page):
+    """The first element of the outermost figure around it is a sentence or more."""
+    document = ElementTree.fromstring(re.sub("<!doctype html>|&nbsp;", "", _well_formed(page)))
+    figures = {
+        id(svg): figure
+        for section in document.iter("section")
+        for figure in reversed([*section.iter("figure")])
+        for svg in figure.iter("svg")
+    }
+    drawings = [*document.iter("svg")]
+    assert len(drawings) > 40
+    for svg in drawings:
+        caption = figures[id(svg)][0]
+        assert caption.tag == "figcaption"
+        assert len("".join(caption.itertext()).split()) > 8
+
+
+def test_validation_per_dimension(run, whole):
+    errors = read_run(run).error_per_dim
+    assert list(errors) == cases.NAMES
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    logged = [line for line in lines if "validation/loss" in line]
+    for name, (steps, values) in errors.items():
+        assert list(steps) == [line["step"] for line in logged] == [2, 3]
+        logged_values = [line["validation/action_error_per_dim"][name] for line in logged]
+        assert list(values) == logged_values
+        assert f"{values[-1]:.2g}" in whole.text
+
+
+def test_runs_of_the_first_version_list_their_errors(run, tmp_path):
+    shutil.copy(run / "run.json", tmp_path)
+    line = {"step": 9, "validation/action_error_per_dim": [0.5, 0.25]}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line))
+    errors = read_run(tmp_path).error_per_dim
+    assert {name: tuple(map(list, curve)) for name, curve in errors.items()} == {
+        "action[0]": ([9], [0.5]),
+        "action[1]": ([9], [0.25]),
+    }
+
+
+def test_the_data_set(whole):
+    text = _lines(whole)
+    assert "3 1 120 12 s 10 aloha v3.0" in text  # episodes, held out, frames, time, rate …
+    assert "1 task" in text
+    assert "wave <both> arms 3" in text
+    assert "Every episode lasts 4.0 s" in text
+    thumbnails = [a["alt"] for a in whole.all("img") if a["alt"].startswith("top, episode")]
+    assert thumbnails == ["top, episode 0", "top, episode 1", "top, episode 2"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        ([], "No run is given"),
+        (["{run}", "{run}"], "A run is given twice"),
+        (["{run}", "{root}", "--eval", "{root}/eval"], "for the page of one run"),
         (["{root}"], "no run of `piston train`"),
         (["{run}/3"], "It is a checkpoint: give its run"),
         (["{run}", "--eval", "{root}"], "holds no results.json"),
@@ -187,6 +270,21 @@ def test_what_cannot_be_shown_says_what_to_do(words, message, root, run, capsys)
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
+
+
+def _copy(run, folder, before, after):
+    """Copy a run whose configuration differs in one value."""
+    shutil.copytree(run, folder)
+    path = folder / "run.json"
+    assert before in path.read_text()
+    path.write_text(path.read_text().replace(before, after))
+    return folder
+
+
+def _well_formed(page):
+    """Return the page as XML: attributes have values, and tags of HTML without an end have one."""
+    text = re.sub(" (controls|muted|loop|autoplay|playsinline)(?=[ >])", "", page.read_text())
+    return re.sub("<style>.*?</style>", "", text, flags=re.DOTALL)
 
 
 def _lines(reader):

@@ -5,6 +5,7 @@ import pytest
 
 from piston.data.pipeline import open_training_data
 from piston.inference import load_policy
+from piston.report.dataset import open_sets
 from piston.report.prediction import predict
 from piston.report.training import read_run
 from piston.report.transforms import choose_sample
@@ -15,7 +16,7 @@ from . import cases
 @pytest.fixture(scope="module")
 def looked_at(run):
     found = read_run(run)
-    sample = choose_sample(found)
+    sample = choose_sample(found, open_sets(found))
     policy = load_policy(found.checkpoint)
     return sample, policy, predict(policy, sample)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import sys
 import threading
 
 import numpy as np
@@ -123,6 +124,26 @@ def test_resuming_a_finished_run_does_nothing(tmp_path):
     assert train_loop(tiny(tmp_path, resume=True)) == last
     assert train_loop(tiny(tmp_path, resume=True, num_train_steps=2)) == last
     assert losses(last.parent) == before
+
+
+def test_every_start_is_written_down(tmp_path, monkeypatch):
+    def starts():
+        lines = (tmp_path / "tiny" / "run" / "history.jsonl").read_text().splitlines()
+        return [(one["first_step"], one["command"]) for one in map(json.loads, lines)]
+
+    program = tmp_path / "bin" / "piston"
+    program.parent.mkdir()
+    program.touch()
+    monkeypatch.setattr(sys, "argv", [str(program), "train", "tiny", "--exp-name", "a b"])
+    command = "piston train tiny --exp-name 'a b'"
+    train_loop(tiny(tmp_path, num_train_steps=4))
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setattr(sys, "orig_argv", ["/usr/bin/python3", "-u", "train.py"])
+    for _ in range(2):  # the second time there is nothing to do
+        train_loop(tiny(tmp_path, num_train_steps=6, resume=True))
+    assert starts() == [(0, command), (4, "python -u train.py")]
+    train_loop(tiny(tmp_path, overwrite=True))
+    assert starts() == [(0, "python -u train.py")]
 
 
 def test_resuming_what_never_saved_begins(tmp_path):

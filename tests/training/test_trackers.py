@@ -78,7 +78,7 @@ def test_a_service_that_fails_is_told_of_once(tmp_path, caplog):
 
 
 def test_numbers_per_dimension_become_numbers():
-    assert flat({"a": 1.0, "b": [2.0, 3.0]}) == {"a": 1.0, "b/0": 2.0, "b/1": 3.0}
+    assert flat({"a": 1.0, "b": {"x": 2.0, "y": 3.0}}) == {"a": 1.0, "b/x": 2.0, "b/y": 3.0}
 
 
 def _scalars(folder):

@@ -23,7 +23,7 @@ VERBS = {
     "serve": ("serve", "serve a checkpoint to robots over a websocket"),
     "eval": ("sim", "let a policy drive a simulated robot and count successes"),
     "runs": ("runs", "list runs with their step, loss and checkpoint"),
-    "report": ("runs", "show a run as one HTML page"),
+    "report": ("runs", "show a run as one HTML page, or compare several"),
     "summary": ("models", "show what a model is made of, its mask and its memory"),
     "convert": ("models", "read a checkpoint of any known format and write ours"),
     "client": ("client", "measure the round trip to a policy server (client ping)"),

@@ -1,4 +1,4 @@
-"""`piston runs [FOLDER]` lists runs; `piston report RUN` shows one as an HTML page."""
+"""`piston runs [FOLDER]` lists runs; `piston report RUN …` shows them as an HTML page."""
 
 from __future__ import annotations
 
@@ -41,15 +41,23 @@ def _runs(folder: Annotated[Path, tyro.conf.Positional] = Path("checkpoints")) -
     console().print(table(columns, rows, title=f"Runs in {folder}", right=("step", "loss")))
 
 
+_RUNS = tyro.conf.arg(metavar="RUN [RUN ...]", help_behavior_hint="(required)")
+
+
 @dataclasses.dataclass(frozen=True)
 class ReportArguments:
-    """Show a run as one HTML page: loss, successes, videos, an action chunk, transforms, times."""
+    """Show a run as one HTML page, or compare several runs on one page.
 
-    # The run's folder, as `piston runs` lists it.
-    run: Annotated[Path, tyro.conf.Positional]
+    The page of a run has its losses, validation error, data set, evaluations, an action chunk,
+    transforms and times. A comparison has results, curves and the settings that differ.
+    """
+
+    # The folder of a run (as `piston runs` lists it), or the folders of several.
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, _RUNS]
     # Folders that `piston eval --out` wrote; by default those directly below the run.
     eval: tuple[Path, ...] = ()
-    # The page; by default report.html in the run's folder.
+    # The page; by default report.html in the run's folder, or comparison.html in the folder that
+    # contains all the runs.
     out: Path | None = None
     # Seconds per stage, as `piston demo` writes them.
     stages: Path | None = None
@@ -61,19 +69,30 @@ class ReportArguments:
 
 def run_report(args: list[str]) -> None:
     arguments = tyro.cli(ReportArguments, args=args, prog="piston report")
+    if not arguments.runs:
+        raise ValueError("No run is given: piston report RUN. `piston runs` lists them.")
+    if len(arguments.runs) > 1 and (arguments.eval or arguments.stages or arguments.animation):
+        raise ValueError(
+            "--eval, --stages and --animation are for the page of one run. A comparison shows the "
+            "evaluations that are directly below each run."
+        )
     from piston.report.evaluation import find_evaluations, write_animation
-    from piston.report.page import write_report  # imports torch
+    from piston.report.page import write_comparison, write_report  # imports torch
 
-    page = write_report(
-        arguments.run,
-        arguments.out,
-        evaluations=arguments.eval,
-        stages=arguments.stages,
-        use_policy=arguments.policy,
-    )
-    written = [page]
+    run, *others = arguments.runs
+    if others:
+        written = [write_comparison(arguments.runs, arguments.out)]
+    else:
+        page = write_report(
+            run,
+            arguments.out,
+            evaluations=arguments.eval,
+            stages=arguments.stages,
+            use_policy=arguments.policy,
+        )
+        written = [page]
     if arguments.animation is not None:
-        write_animation(arguments.animation, find_evaluations(arguments.run, arguments.eval))
+        write_animation(arguments.animation, find_evaluations(run, arguments.eval))
         written.append(arguments.animation)
     for path in written:
         size = path.stat().st_size / 1e6

@@ -135,10 +135,13 @@ def keys_of(features: Mapping[str, Feature], *dtypes: str) -> list[str]:
 def dimension_names(features: Iterable[Feature], dim: int, otherwise: str) -> list[str]:
     """Return the declared names of the features' dimensions, if there are `dim` of them.
 
-    Else they are numbered: `otherwise[0]`, `otherwise[1]` …
+    Else they are numbered: `otherwise[0]`, `otherwise[1]` … If a name occurs twice, as that of a
+    joint of two arms, all get their number: `elbow[0]`, `elbow[1]`.
     """
     names = [name for feature in features for name in _flat(feature.names)]
-    return names if len(names) == dim else [f"{otherwise}[{i}]" for i in range(dim)]
+    if len(names) == len(set(names)) == dim:
+        return names
+    return [f"{names[i] if len(names) == dim else otherwise}[{i}]" for i in range(dim)]
 
 
 def declared_names(feature: Feature) -> list[str]:

@@ -20,7 +20,7 @@ import numpy as np
 from piston.config import DataConfig
 from piston.data.cache import CachedFrames
 from piston.data.dataset import LeRobotDataset, open_dataset
-from piston.data.format import DERIVED, Episode, locate
+from piston.data.format import DERIVED, Episode, dimension_names, locate
 from piston.data.metadata import Metadata
 from piston.data.mixture import EpisodeChoice, Samples, shorten, split_episodes
 from piston.data.problems import EpisodeError, unknown_key
@@ -195,6 +195,12 @@ def leave_out(config: DataConfig, episodes: Iterable[int | str]) -> str:
     if config.extra_datasets:  # which of the sets is not known
         option += f", or of another set 'SET#{exclusions}' in --data.extra-datasets"
     return option
+
+
+def action_names(source: LeRobotDataset, config: DataConfig, dim: int) -> tuple[str, ...]:
+    """Return the names of the actions' dimensions as the data set declares them, else numbers."""
+    features = [source.metadata.features[key] for key in config.action_sequence_keys]
+    return tuple(dimension_names(features, dim, "action"))
 
 
 @contextlib.contextmanager

@@ -25,9 +25,9 @@ from piston.report.markup import (
 from piston.sim.scores import RESULTS, Evaluation, Outcome, Rate, read_evaluation
 
 _ENDINGS = {
-    "held": "fulfilled, and still at the end",
-    "lost": "fulfilled, then lost",
-    "failed": "failed",
+    "held": "success that lasted to the end",
+    "lost": "success that did not last",
+    "failed": "failure",
 }
 # Of one video, in the animation.
 _WIDTH, _HEIGHT, _BORDER = 240, 180, 3
@@ -47,23 +47,23 @@ def find_evaluations(run: Path, given: Sequence[Path] = ()) -> list[Evaluation]:
     return [read_evaluation(folder) for folder in folders]
 
 
-def success(evaluations: Sequence[Evaluation], hint: str) -> Markup:
-    """Return the section with the outcome of every episode; `hint` says how to get one."""
-    if not evaluations:
-        raise Missing(f"the policy was not evaluated. {hint}")
+def success(evaluations: Sequence[Evaluation]) -> Markup:
+    """Return the section with the outcome of every episode."""
     parts = [legend((f"cell {look}", text) for look, text in _ENDINGS.items())]
     for evaluation in evaluations:
         facts = (
-            f"{evaluation.task}: {evaluation.success} fulfilled at some time, {evaluation.held} "
-            f"still at the end. Policy {evaluation.policy}, {evaluation.execute_horizon} steps of "
-            "each chunk executed. Intervals are Wilson's, 95 %."
+            f"{evaluation.task}: the task was solved in {evaluation.success} of the episodes; in "
+            f"{evaluation.held} it was still solved at the end. A cell is an episode, its number "
+            "the seed of the initial state; pointing at it shows more. Policy "
+            f"{evaluation.policy}, {evaluation.execute_horizon} steps of each chunk executed. "
+            "In parentheses: 95 % Wilson intervals."
         )
         if evaluation.opposite:
             facts = (
                 "Here the sentence asked for the opposite of what is counted: a cell marked as "
-                "failed is an episode in which the robot did not do what it was not asked for. The "
-                "same initial states with the sentence that is counted are in the other "
-                "evaluation. "
+                "failure is an episode in which the robot did not do what it was not asked for. "
+                "The other evaluation has the same initial states with the sentence that is "
+                "counted. "
             ) + facts
         if len(evaluations) > 1:
             parts.append(tag("h3", evaluation.name))
@@ -91,10 +91,10 @@ def _described(outcome: Outcome) -> str:
     return f"seed {outcome.seed}: {ending}; {outcome.steps} steps; “{outcome.prompt}”"
 
 
-def videos(evaluations: Sequence[Evaluation], hint: str) -> Markup:
+def videos(evaluations: Sequence[Evaluation]) -> Markup:
     filmed = [evaluation for evaluation in evaluations if evaluation.videos]
     if not filmed:
-        raise Missing(f"there are no videos. {hint}")
+        raise Missing("there are no videos. Evaluate with: piston eval … --video")
     options = dict.fromkeys(("controls", "muted", "loop", "autoplay", "playsinline"), True)
     parts = []
     for evaluation in filmed:
@@ -107,18 +107,19 @@ def videos(evaluations: Sequence[Evaluation], hint: str) -> Markup:
     return join(parts)
 
 
-def executed(evaluations: Sequence[Evaluation], hint: str) -> Markup:
+def executed(evaluations: Sequence[Evaluation]) -> Markup:
     """Return the section with the chunks of one episode and what was executed of them."""
     traced = ((evaluation, evaluation.trace) for evaluation in evaluations)
     result, trace = next((pair for pair in traced if pair[1] is not None), (None, None))
     if result is None or trace is None:
-        raise Missing(f"the policy was not evaluated. {hint}")
+        raise Missing("the evaluation was written by a version that did not keep the actions.")
     horizon = trace.chunks.shape[1]
     text = (
         f"Seed {trace.seed} of {result.task}: each of the {len(trace.starts)} chunks as it was "
-        f"predicted ({horizon} steps), from the moment it was asked for, and what "
-        f"was executed ({result.execute_horizon} steps of each). Where a chunk's end and the next "
-        "chunk agree, the policy kept to its plan."
+        f"predicted ({horizon} steps), from the moment of its request, and what was "
+        f"executed ({result.execute_horizon} steps of each), in the robot's units. Where the end "
+        "of a chunk and the beginning of the next one agree, the policy kept to its plan; jumps "
+        "there make the robot jerk."
     )
     widest = float(np.ptp(trace.executed, axis=0).max())
     figures = []

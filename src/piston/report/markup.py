@@ -80,6 +80,11 @@ def note(text: str) -> Markup:
     return tag("p", text, class_="note")
 
 
+def figure(caption: str, *parts: Markup | None) -> Markup:
+    """Return drawings below a caption that says what they show and how to read it."""
+    return tag("figure", tag("figcaption", caption), *parts, class_="captioned")
+
+
 def legend(entries: Iterable[tuple[str, str]]) -> Markup:
     """`entries` are classes of the style sheet and what they stand for."""
     spans = (tag("span", tag("i", class_=look), text) for look, text in entries)
@@ -150,13 +155,15 @@ def plot(
     *,
     log: bool = False,
     min_span: float = 0.0,
+    from_zero: bool = False,
     markers: bool = False,
     num_ticks: tuple[int, int] = (6, 4),
 ) -> Markup:
     """Return the curves in one frame, with a legend if several have names.
 
-    The vertical axis spans at least `min_span`, so that small noise looks small. With `markers`
-    each point shows its values when pointed at. `num_ticks` is for the x and the y axis.
+    The vertical axis spans at least `min_span`, so that small noise looks small; with `from_zero`
+    it begins at 0. With `markers` each point shows its values when pointed at. `num_ticks` is for
+    the x and the y axis.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         scaled = [np.log10(line.y) if log else line.y for line in lines]
@@ -169,8 +176,10 @@ def plot(
     first, last = _widened(xs.min(), xs.max(), 0.0)
     low, high = ys.min(), ys.max()
     if not log:
-        low, high = _widened(low, high, min_span)
-        low, high = low - 0.04 * (high - low), high + 0.04 * (high - low)
+        low, high = _widened(0.0 if from_zero else low, high, min_span)
+        margin = 0.04 * (high - low)
+        # Values that begin at 0, such as counts, stand on the axis.
+        low, high = low - margin if low else low, high + margin
     elif high == low:
         low, high = low - math.log10(2), high + math.log10(2)
 
@@ -269,15 +278,19 @@ def small_plot(
     *,
     value: str = "",
     widest: float = 0.0,
+    from_zero: bool = False,
 ) -> Markup:
     """Return the figure of one action dimension; `widest` is the largest range of all of them."""
     title = tag("figcaption", tag("span", name.replace("_", " ")), tag("span", value))
-    least = _LEAST_SHARE * widest
-    return tag("figure", title, plot(lines, 280, 150, x_label, min_span=least, num_ticks=(4, 3)))
+    # Curves that have names are in the legend of all plots.
+    lines = [line._replace(name="") for line in lines]
+    least, ticks = _LEAST_SHARE * widest, (4, 3)
+    drawn = plot(lines, 280, 150, x_label, min_span=least, from_zero=from_zero, num_ticks=ticks)
+    return tag("figure", title, drawn)
 
 
 def multiples(
-    text: str, looks: Iterable[tuple[str, str]], figures: Iterable[Markup], *above: Markup
+    caption: str, looks: Iterable[tuple[str, str]], figures: Iterable[Markup], *above: Markup
 ) -> Markup:
-    """Return a section of small plots with one legend; `above` stands between note and legend."""
-    return join([note(text), *above, legend(looks), tag("div", *figures, class_="multiples")])
+    """Return small plots with one caption and legend; `above` stands between the two."""
+    return figure(caption, *above, legend(looks), tag("div", *figures, class_="multiples"))

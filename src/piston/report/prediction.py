@@ -110,9 +110,10 @@ def chunk(sample: Sample, prediction: Prediction) -> Markup:
     known = "held out of training" if sample.held_out else "part of what was trained on"
     text = (
         f"{sample} ({known}). Lines show {draws} chunk{'s' * (draws > 1)} of "
-        f"{len(sample.recorded)} steps ({len(sample.recorded) / fps:.1f} s), from as many draws of "
-        "noise, in the robot's own space. The number is the mean distance of the first from what "
-        "was recorded."
+        f"{len(sample.recorded)} steps ({len(sample.recorded) / fps:.1f} s) that the policy "
+        "predicts from this frame, each from another random noise, in the robot's units. The "
+        "number is the mean distance of the first, drawn in full colour, from what was recorded. "
+        "Chunks that differ much show where the policy is not sure what to do."
     )
     seconds = np.arange(len(sample.recorded)) / fps
     widest = float(np.ptp(sample.recorded[sample.is_real], axis=0).max())
@@ -136,10 +137,10 @@ def denoising(sample: Sample, prediction: Prediction) -> Markup:
     last, horizon, dims = len(path) - 1, *path.shape[1:]
     recorded = np.asarray(sample.seen_by_model["actions"])[:, :dims]
     text = (
-        "The same frame in the model's space (normalised). Time 1 is noise, time 0 the actions. "
-        f"In the pictures a row is a dimension, a column one of {horizon} steps of "
-        f"the chunk; blue is −{_NOISE_LIMIT:g}, orange +{_NOISE_LIMIT:g}. Below, the "
-        "dimensions that move most."
+        "How noise becomes actions, for the same frame, in the model's normalised units. Time 1 is "
+        "noise, time 0 the actions. In the pictures a row is a dimension, a column one of "
+        f"{horizon} steps of the chunk; blue is −{_NOISE_LIMIT:g}, orange +{_NOISE_LIMIT:g}. The "
+        "picture at time 0 should resemble the recorded one. Below, the dimensions that move most."
     )
     chosen = np.unique(np.linspace(0, last, min(_MAX_PICTURES, last + 1)).round().astype(int))
     shown = {f"time {1 - step / last:.2g}": path[step] for step in chosen} | {"recorded": recorded}

@@ -1,8 +1,9 @@
-"""A run as its folder holds it, and the section on its training."""
+"""A run as its folder holds it, and the sections on its training and how it was started."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,32 +14,68 @@ from PIL import Image
 
 from piston import presets
 from piston.config import TrainConfig
-from piston.files import read_json_object
-from piston.report.markup import Line, Markup, Missing, image, is_wide, join, note, plot, tag
+from piston.files import read_json_lines, read_json_object
+from piston.report.markup import (
+    Line,
+    Markup,
+    Missing,
+    figure,
+    image,
+    is_wide,
+    join,
+    multiples,
+    note,
+    plot,
+    small_plot,
+    table,
+    tag,
+)
 from piston.training.checkpoint import newest_whole_step
-from piston.training.run import CONFIG
+from piston.training.run import CONFIG, HISTORY
 from piston.training.trackers import METRICS, read_metrics
+from piston.training.validation import ERROR_PER_DIM
 
 FIRST_BATCH = "first_batch.png"
+Curve = tuple[Float[np.ndarray, " n"], Float[np.ndarray, " n"]]
+_VERSIONS = {"Piston": "piston", "PyTorch": "torch", "Python": "python"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
     folder: Path
     config: TrainConfig
-    # The lines of metrics.jsonl.
+    # The lines of metrics.jsonl, and of history.jsonl: one for each start.
     metrics: list[dict[str, Any]]
+    history: list[dict[str, Any]]
 
     @cached_property
     def checkpoint(self) -> Path | None:
         step = newest_whole_step(self.folder)
         return None if step is None else self.folder / str(step)
 
-    def curve(self, name: str) -> tuple[Float[np.ndarray, " n"], Float[np.ndarray, " n"]]:
+    def curve(self, name: str) -> Curve:
         """Return the steps at which a value was logged, and its values."""
         pairs = [(line["step"], line[name]) for line in self.metrics if name in line]
         steps, values = np.array(pairs, float).reshape(-1, 2).T
         return steps, values
+
+    def last(self, name: str) -> float | None:
+        """Return the value of a curve at its end, None if it was never logged."""
+        values = self.curve(name)[1]
+        return float(values[-1]) if len(values) else None
+
+    @cached_property
+    def error_per_dim(self) -> dict[str, Curve]:
+        """Return the validation error of each action dimension over the steps, by its name."""
+        points: dict[str, list[tuple[int, float]]] = {}
+        for line in self.metrics:
+            errors = line.get(ERROR_PER_DIM, {})
+            if not isinstance(errors, Mapping):  # a list in runs of version 0.1.0
+                errors = {f"action[{dim}]": error for dim, error in enumerate(errors)}
+            for name, error in errors.items():
+                points.setdefault(name, []).append((line["step"], error))
+        arrays = {name: np.array(pairs, float).T for name, pairs in points.items()}
+        return {name: (steps, errors) for name, (steps, errors) in arrays.items()}
 
     @property
     def training_seconds(self) -> float:
@@ -56,7 +93,8 @@ def read_run(folder: Path) -> Run:
             hint = f"It is a checkpoint: give its run, {folder.parent}."
         raise FileNotFoundError(f"{folder} is no run of `piston train`: it has no {CONFIG}. {hint}")
     config = presets.train_config_from_json(read_json_object(path), str(path))
-    return Run(folder, config, read_metrics(folder / METRICS))
+    history = [line for _, line in read_json_lines(folder / HISTORY) if line]
+    return Run(folder, config, read_metrics(folder / METRICS), history)
 
 
 def training(run: Run) -> Markup:
@@ -69,23 +107,43 @@ def training(run: Run) -> Markup:
         )
     lines = [Line(steps, losses, "accent", "training loss")]
     validated, validation = run.curve("validation/loss")
+    text = "The loss over the steps, each point the mean since the one before. It should fall"
     if len(validated):
         lines.append(Line(validated, validation, "second", "loss on held-out episodes"))
+        text += "; where the loss on held-out episodes rises again, the model overfits"
     log = is_wide(np.concatenate([losses, validation]))
+    scale = " The axis is logarithmic." if log else ""
     rate = Line(*run.curve("learning_rate"), "quiet", "learning rate")
     norm = Line(*run.curve("gradient_norm"), "quiet", "gradient norm")
-    curves = tag(
-        "div",
-        plot(lines, 960, 300, "", "loss (log)" if log else "loss", log=log, markers=True),
-        plot([rate], 960, 110, "", rate.name, markers=True, num_ticks=(6, 3)),
-        plot(
-            [norm], 960, 130, "step", norm.name, log=is_wide(norm.y), markers=True, num_ticks=(6, 3)
-        ),
-        class_="scrolls wide",
-    )
+    clip = run.config.optimizer.clip_gradient_norm
     count = int(sum(run.curve("skipped_steps")[1]))
     skipped = note(f"{count} steps were skipped: not finite.") if count else None
-    return join([curves, skipped, _first_batch(run.folder / FIRST_BATCH)])
+    return join(
+        [
+            figure(
+                f"{text}.{scale}",
+                wide_plot(lines, 300, "loss (log)" if log else "loss", log=log),
+            ),
+            figure(
+                "The learning rate over the steps: a warm-up to its peak, then a decay.",
+                wide_plot([rate], 140, rate.name),
+            ),
+            figure(
+                f"The norm of the gradients before they are clipped to {clip:g}. Single peaks are "
+                "harmless; a norm that keeps growing announces a training that diverges.",
+                wide_plot([norm], 140, norm.name, log=is_wide(norm.y)),
+            ),
+            skipped,
+            _first_batch(run.folder / FIRST_BATCH),
+        ]
+    )
+
+
+def wide_plot(lines: list[Line], height: float, y_label: str, **axis: bool) -> Markup:
+    """Return a plot over the steps that is as wide as the page and scrolls on narrow screens."""
+    ticks = (6, 4 if height > 200 else 3)
+    drawn = plot(lines, 960, height, "step", y_label, markers=True, num_ticks=ticks, **axis)
+    return tag("div", drawn, class_="scrolls wide")
 
 
 def _first_batch(path: Path) -> Markup | None:
@@ -96,6 +154,77 @@ def _first_batch(path: Path) -> Markup | None:
     return tag(
         "details",
         tag("summary", "The first batch, as the model got it"),
-        note("A row per sample, a column per camera."),
+        note("A row per sample, a column per camera; a camera that is absent is black."),
         image(pixels, "the first batch", longest=480, loading="lazy"),
     )
+
+
+def action_error(runs: Iterable[Run]) -> str:
+    """Return what the action error is and its unit, for captions."""
+    units = {
+        "half of the range between the 1 % and 99 % quantiles of the training data"
+        if run.config.model.uses_quantiles
+        else "a standard deviation of the training data"
+        for run in runs
+    }
+    unit = " or ".join(sorted(units)) + ", depending on the model" * (len(units) > 1)
+    return (
+        "the mean distance of the predicted actions from the recorded ones, on episodes that are "
+        f"held out of training. It is in normalised units: 1 is {unit}. Lower is better."
+    )
+
+
+def validation(run: Run) -> Markup:
+    """Return the section with the error of each action dimension on held-out episodes."""
+    errors = run.error_per_dim
+    if not errors:
+        reason = "no validation is logged yet."
+        if not run.config.validation_episodes:
+            reason = "no episodes were held out of training. Train with --validation-episodes 5"
+        elif len(run.curve("validation/loss")[0]):
+            reason = f"{run.config.model.family} writes tokens: validation measures its loss only."
+        raise Missing(reason)
+    mean = Line(*run.curve("validation/action_error"), "accent", "action error")
+    figures = [
+        small_plot(name, [Line(*curve)], "step", value=f"{curve[1][-1]:.2g}", from_zero=True)
+        for name, curve in errors.items()
+    ]
+    return join(
+        [
+            figure(
+                f"The error of all dimensions together over the steps: {action_error([run])} "
+                "Unlike the loss it keeps falling while the policy improves: stop where it no "
+                "longer falls.",
+                wide_plot([mean], 200, "action error", from_zero=True),
+            ),
+            multiples(
+                "The same error of each action dimension. The number is the last value. A "
+                "dimension whose error stays high is one that the policy has not learned, or that "
+                "cannot be predicted from what it sees. Each axis begins at 0 and has its own end.",
+                (),
+                figures,
+            ),
+        ]
+    )
+
+
+def origin(run: Run) -> Markup:
+    """Return the section that says how, when and where the run was started."""
+    if not run.history:
+        raise Missing("the run was started by a version of Piston that did not log it.")
+    first, *later = (_start(line) for line in run.history)
+    if not later:
+        return first
+    return join([first, tag("details", tag("summary", f"{len(later)} times resumed"), *later)])
+
+
+def _start(line: Mapping[str, Any]) -> Markup:
+    date = str(line["date"])
+    rows = [
+        ("first step", line["first_step"]),
+        ("command", tag("code", line["command"])),
+        ("versions", ", ".join(f"{name} {line[key]}" for name, key in _VERSIONS.items())),
+        ("machine", line["machine"]),
+        ("processes", line["processes"]),
+    ]
+    return table(("date", date.replace("T", " ").replace("+00:00", " UTC")), rows, class_="names")

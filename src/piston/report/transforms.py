@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,15 +14,14 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from piston.config import DataConfig
-from piston.data.format import dimension_names
-from piston.data.pipeline import PADDING_KEY, PromptFromItem, open_sources, split_sources
+from piston.data.dataset import LeRobotDataset
+from piston.data.pipeline import PADDING_KEY, PromptFromItem, action_names
 from piston.progress import shortened
+from piston.report.dataset import data_may_be_missing, held_out_episodes
 from piston.report.markup import Markup, Missing, join, note, picture, table, tag
 from piston.report.training import Run
 from piston.transforms import Data, Transform, flatten_dict, name_of
 from piston.transforms.normalize import read_norm_stats
-
-logger = logging.getLogger(__name__)
 
 # Into its episode, where something happens in most.
 _SHARE_OF_EPISODE = 0.25
@@ -67,57 +65,46 @@ class Sample:
         return f"Episode {self.episode}, frame {self.frame} of {self.pipeline.repo_id}"
 
 
-def choose_sample(run: Run) -> Sample:
+def choose_sample(run: Run, sets: Sequence[LeRobotDataset]) -> Sample:
     """Return a frame of the first held-out episode; without any, of the one in the middle."""
     pipeline = run.config.data_config()
     if run.checkpoint is None:
         raise Missing(
             "the run has no whole checkpoint yet. Train on, with --resume; the last step is saved."
         )
-    if pipeline.fake:
-        raise Missing("the run trained on random samples, which cannot be shown.")
-    try:
+    with data_may_be_missing():
         saved = run.checkpoint / "assets" / (pipeline.asset_id or "")
         if pipeline.asset_id is not None and saved.is_dir():
             pipeline = dataclasses.replace(pipeline, norm_stats=read_norm_stats(saved))
         else:
             pipeline = pipeline.with_norm_stats(run.config.name)
-        return _read_sample(run, pipeline)
-    except (OSError, ValueError, KeyError) as error:
-        # Everything else of the run can be shown all the same; the page says what this was.
-        logger.warning("No sample of the run's data set: %s", error)
-        raise Missing(f"no sample of the run's data set. {error}") from error
+        return _read_sample(sets[0], pipeline, held_out_episodes(run, sets)[0])
 
 
-def _read_sample(run: Run, pipeline: DataConfig) -> Sample:
-    config = run.config
-    dataset, *others = sources = open_sources(pipeline, config.model)
-    (kept, chosen), *_ = split_sources(sources, config.validation_episodes, seed=config.seed)
-    held_out = bool(chosen)
-    shown = chosen[0] if held_out else kept[len(kept) // 2]
-    position = [episode.index for episode in dataset.episodes].index(shown)
+def _read_sample(dataset: LeRobotDataset, pipeline: DataConfig, held_out: Sequence[int]) -> Sample:
+    position = len(dataset.episodes) // 2
+    if held_out:
+        position = [episode.index for episode in dataset.episodes].index(held_out[0])
     begin, end = dataset.episode_bounds[position]
     item = dataset[int(begin + _SHARE_OF_EPISODE * (end - begin))]
-    for source in (dataset, *others):
-        source.close()
+    dataset.close()
     padding = np.asarray(item[f"{pipeline.action_sequence_keys[0]}_is_pad"])
     tasks = (PromptFromItem(),) if pipeline.prompt_from_task else ()
     stages = {"data set": (), "prompt": tasks, **pipeline.input_stages(training=True)}
     trace = follow(stages, {**item, PADDING_KEY: padding})
     repacked = [step for step in trace if step.stage in ("data set", "prompt", "repack")][-1].data
     recorded = np.asarray(repacked["actions"], np.float32)
-    actions = [dataset.metadata.features[key] for key in pipeline.action_sequence_keys]
     return Sample(
         pipeline=pipeline,
         episode=int(item["episode_index"]),
         frame=int(item["frame_index"]),
         fps=float(dataset.fps),
-        held_out=held_out,
+        held_out=bool(held_out),
         trace=trace,
         observation={k: v for k, v in repacked.items() if k not in ("actions", PADDING_KEY)},
         recorded=recorded,
         is_real=~padding,
-        names=tuple(dimension_names(actions, recorded.shape[-1], "action")),
+        names=action_names(dataset, pipeline, recorded.shape[-1]),
     )
 
 

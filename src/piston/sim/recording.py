@@ -161,6 +161,12 @@ def demonstrate(environment: Environment, expert: Expert, seed: int) -> Episode:
     return Episode(seed, True, environment.prompt, tuple(frames))
 
 
+def simulated_task(root: Path) -> str | None:
+    """Return the task of a data set that `record` wrote; None for any other data set."""
+    header = next((line for _, line in read_json_lines(root / LOG)), None)
+    return header.get("task") if header else None
+
+
 def _read_log(path: Path, recording: Recording, num_saved: int) -> list[dict[str, Any]]:
     """Return the tries of a recording: JSON lines after a line that describes the recording."""
     folder, header = path.parent.parent, dataclasses.asdict(recording)

@@ -25,7 +25,7 @@ class Outcome:
 
     seed: int
     prompt: str
-    # The task was fulfilled at some time; it was still fulfilled at the end.
+    # The task was solved in some step of the episode; it was still solved at the end.
     success: bool
     held: bool
     steps: int

@@ -7,7 +7,7 @@ import functools
 import logging
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from piston.data.limits import action_limits
 from piston.data.loader import Batch, Loader, Order
 from piston.data.mixture import RepeatedStarts, Samples, WeightedMixture, mixed
 from piston.data.pipeline import (
+    action_names,
     leave_out,
     open_sources,
     open_training_data,
@@ -36,10 +37,12 @@ from piston.training.distributed import Processes, join_processes
 from piston.training.optimizer import freeze_parameters
 from piston.training.run import Run, begin, check_weights, open_run, read_statistics
 from piston.training.step import Trainer
-from piston.training.trackers import Meter, Trackers, TrainingStopped
+from piston.training.trackers import Meter, Metrics, Trackers, TrainingStopped
 from piston.training.validation import validate
 
 logger = logging.getLogger(__name__)
+
+Measure = Callable[[Trainer], Metrics]
 
 
 def train_loop(config: TrainConfig) -> Path:
@@ -78,7 +81,11 @@ def train_loop(config: TrainConfig) -> Path:
         # From here on files are written.
         begin(run, config, processes)
         writer = stack.enter_context(CheckpointWriter(saved, run.folder, processes, pipeline))
-        _run_steps(run, loader, trainer, meter, writer, held_out)
+        measure: Measure | None = None
+        if held_out is not None:
+            names = action_names(sources[0], pipeline, robot_dim or config.model.action_dim)
+            measure = functools.partial(validate, samples=held_out, names=names)
+        _run_steps(run, loader, trainer, meter, writer, measure)
     return run.folder / str(max(config.num_train_steps - 1, run.resumed or 0))
 
 
@@ -88,8 +95,9 @@ def _run_steps(
     trainer: Trainer,
     meter: Meter,
     writer: CheckpointWriter,
-    held_out: Samples | None,
+    measure: Measure | None,
 ) -> None:
+    """Train; `measure` validates."""
     config, processes = trainer.config, trainer.processes
     last_step = config.num_train_steps - 1
     with ExitStack() as stack:
@@ -134,8 +142,8 @@ def _run_steps(
                     logger.info("step %d/%d  %s  %s left", step, last_step + 1, meter, left)
                 meter.begin_interval()
             with meter.paused():
-                if held_out is not None and (_is_due(step, config.validation_interval) or is_last):
-                    metrics = validate(trainer, held_out)
+                if measure is not None and (_is_due(step, config.validation_interval) or is_last):
+                    metrics = measure(trainer)
                     tracking.log(step, metrics)
                     if processes.is_first:
                         shown = [f"{k} {v:.4f}" for k, v in metrics.items() if type(v) is float]

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import json
 import logging
+import os
+import platform
 import shlex
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import filelock
+import torch
 import tyro
 
+import piston
 from piston import presets, weights
 from piston.assets import local_path
 from piston.config import DataConfig, TrainConfig
 from piston.data.format import lerobot_home
 from piston.files import (
+    append_json_lines,
     atomic_folder,
     check_new_folder,
     find_damage,
@@ -36,8 +43,12 @@ from piston.transforms import flatten_dict
 logger = logging.getLogger(__name__)
 
 CONFIG = "run.json"
-# Options whose change is not logged on resume: people change them to continue, or to move a run.
-_EXPECTED_TO_CHANGE = ("resume", "overwrite", "num_train_steps", "checkpoint_base_dir")
+# How the run was started, a line for each time.
+HISTORY = "history.jsonl"
+# Options that say nothing about a run: how it was continued, what it is called and where it is.
+UNCOMPARED = ("resume", "overwrite", "checkpoint_base_dir", "exp_name")
+# Options whose change is not logged on resume.
+_EXPECTED_TO_CHANGE = (*UNCOMPARED, "num_train_steps")
 # Seconds within which a file that one machine wrote must be visible on the others.
 _FILE_SYSTEM_DELAY = 60.0
 
@@ -184,6 +195,10 @@ def begin(run: Run, config: TrainConfig, processes: Processes) -> None:
         if changed:
             logger.info("changed since the last start: %s", ", ".join(changed))
         write_text(path, text)
+        if run.resumed is None:
+            (run.folder / HISTORY).unlink(missing_ok=True)
+        if run.first_step < config.num_train_steps:
+            append_json_lines(run.folder / HISTORY, [_start(run, processes)])
     processes.wait_for_all()
     deadline = time.monotonic() + _FILE_SYSTEM_DELAY
     while not path.is_file():
@@ -193,6 +208,26 @@ def begin(run: Run, config: TrainConfig, processes: Processes) -> None:
                 "run need the same disk: set --checkpoint-base-dir to a shared folder."
             )
         time.sleep(0.5)
+
+
+def _start(run: Run, processes: Processes) -> dict[str, Any]:
+    """Return by which command, when, where and with which versions the run starts."""
+    program = Path(sys.argv[0])
+    is_installed = program.suffix == "" and program.is_file()  # not a script, nor `python -m`
+    command = [program.name, *sys.argv[1:]] if is_installed else ["python", *sys.orig_argv[1:]]
+    device = f"{os.cpu_count()} CPU cores"
+    if processes.device.type == "cuda":
+        device = f"{processes.world_size} × {torch.cuda.get_device_name(processes.device)}"
+    return {
+        "first_step": run.first_step,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(command),
+        "piston": piston.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": f"{platform.node()}, {platform.system()} {platform.machine()}, {device}",
+        "processes": processes.world_size,
+    }
 
 
 def _clear(leftover: Path) -> None:

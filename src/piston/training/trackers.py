@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
 WANDB_ID = "wandb_id.txt"
 _MAX_SAMPLES_SHOWN = 4
-# A list has one number per dimension. Values that are None or not finite are not logged.
-Metrics = Mapping[str, float | Sequence[float] | None]
+# A mapping has one number per action dimension. Values that are None or not finite are not logged.
+Metrics = Mapping[str, float | Mapping[str, float] | None]
 # The two functions of a tracker: log the metrics of a step; close.
 Tracker = tuple[Callable[[int, Metrics], Any], Callable[[], Any]]
 
@@ -154,11 +154,11 @@ def _wandb(config: TrainConfig, run: Path) -> Tracker:
 
 
 def flat(metrics: Metrics) -> dict[str, float]:
-    """Turn each list, one number per dimension, into separate entries `name/index`."""
+    """Turn each mapping, one number per dimension, into separate entries `name/dimension`."""
     result: dict[str, float] = {}
     for name, value in metrics.items():
-        if isinstance(value, Sequence):
-            result |= {f"{name}/{index}": number for index, number in enumerate(value)}
+        if isinstance(value, Mapping):
+            result |= {f"{name}/{dimension}": number for dimension, number in value.items()}
         elif value is not None:
             result[name] = value
     return result
