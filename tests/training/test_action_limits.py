@@ -9,6 +9,7 @@ import pytest
 import piston
 from piston.client import ActionChunkBroker, Client, Runtime
 from piston.data import open_dataset
+from piston.robots import RobotInputs
 from piston.serving import running_server
 from piston.training.loop import train_loop
 
@@ -59,6 +60,34 @@ def test_those_of_the_preset_replace_them(tmp_path, data):
     own = {"action_limits": {"high": [1.0] * 7}}
     last = train_loop(tiny(tmp_path, **data, policy_metadata=own, num_train_steps=2))
     assert piston.load_policy(last).metadata["action_limits"] == own["action_limits"]
+
+
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [({"low": [0.0] * 6}, "are for 6 dimensions.*actions have 7"), ("wide", "expected a dict")],
+)
+def test_wrong_ones_of_the_preset_are_an_error_before_training(tmp_path, data, stated, message):
+    own = {"action_limits": stated}
+    with pytest.raises(ValueError, match=message):
+        train_loop(tiny(tmp_path, **data, policy_metadata=own, num_train_steps=2))
+    assert not (tmp_path / "tiny/run/1").exists()
+
+
+def test_a_preset_of_the_same_robot_keeps_those_of_the_checkpoint(tmp_path, data, expected):
+    config = tiny(tmp_path, **data, policy_metadata={"reset_pose": [0.0]}, num_train_steps=2)
+    last = train_loop(config)
+    preset = dataclasses.replace(config, policy_metadata={"reset_pose": [1.0]})
+    metadata = piston.load_policy(last, preset=preset).metadata
+    assert_equal(metadata["action_limits"], expected)
+    assert metadata["reset_pose"] == [1.0]
+    own = {"action_limits": {"high": [1.0] * 7}}
+    preset = dataclasses.replace(config, policy_metadata=own)
+    assert piston.load_policy(last, preset=preset).metadata["action_limits"] == own["action_limits"]
+    # The limits are in the units of a robot, so they do not fit another one.
+    keys = {"cameras": {"image": "base_0_rgb"}, "state": {"state": 8}, "actions": {"actions": 7}}
+    robot = RobotInputs(name="other", columns={}, **keys)
+    metadata = piston.load_policy(last, preset=preset, robot=robot).metadata
+    assert "action_limits" not in metadata
 
 
 def test_random_samples_have_none(tmp_path):

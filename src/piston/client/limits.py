@@ -64,7 +64,11 @@ class Limits:
         """Return the limits in the metadata of an agent or of the policy it wraps; None if none."""
         while agent is not None and not hasattr(agent, "metadata"):
             agent = getattr(agent, "policy", None)
-        metadata = getattr(agent, "metadata", None)
+        return cls.of_metadata(getattr(agent, "metadata", None))
+
+    @classmethod
+    def of_metadata(cls, metadata: object) -> Limits | None:
+        """Return the limits in a policy's metadata; None if none. Raise ValueError if wrong."""
         if not isinstance(metadata, Mapping) or metadata.get("action_limits") is None:
             return None
         found = metadata["action_limits"]

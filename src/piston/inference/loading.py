@@ -61,6 +61,8 @@ def load_policy(
     config = _find_config(folder, preset)
     if robot is not None:
         config = with_robot(config, robot) if preset else _with_keys(config, robot)
+    if preset is not None:
+        config = _with_own_metadata(config, folder)
     config = _with_prompt(config, default_prompt)
     if dtype is not None:
         computed: Dtype = "float32" if dtype == "int8" else dtype
@@ -157,6 +159,22 @@ def _find_config(folder: Path, preset: str | TrainConfig | None) -> TrainConfig:
             "(--preset pi0_aloha); `piston presets` lists them."
         )
     return presets.train_config_from_json(section, f"{path}: {TRAIN_SECTION}")
+
+
+def _with_own_metadata(preset: TrainConfig, folder: Path) -> TrainConfig:
+    """Return a preset with the metadata of a checkpoint of the same robot, where it says nothing.
+
+    Among them are the limits of the actions, which are in the robot's own units.
+    """
+    try:
+        own = _find_config(folder, None)
+    except ValueError:  # it has no configuration, or one that is not known here
+        return preset
+    robots = [(type(one), getattr(one, "description", None)) for one in (own.data, preset.data)]
+    if robots[0] != robots[1]:
+        return preset
+    metadata = {**(own.policy_metadata or {}), **(preset.policy_metadata or {})}
+    return dataclasses.replace(preset, policy_metadata=metadata)
 
 
 def _with_statistics(data: DataConfig, folder: Path, preset: str) -> DataConfig:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from piston import weights
+from piston.client.limits import Limits
 from piston.config import DataConfig, TrainConfig
 from piston.data.dataset import LeRobotDataset
 from piston.data.limits import action_limits
@@ -212,8 +213,14 @@ def _with_limits(
         return config
     if "control_hz" not in pipeline.robot_metadata:
         metadata.setdefault("control_hz", float(sources[0].metadata.fps))
-    if "action_limits" not in metadata:
-        metadata["action_limits"] = action_limits(sources, pipeline).as_metadata()
+    limits = action_limits(sources, pipeline)
+    stated = Limits.of_metadata(metadata)
+    if stated is not None and stated.dim not in (None, limits.dim):
+        raise ValueError(
+            f"action_limits in the policy_metadata of {config.name!r} are for {stated.dim} "
+            f"dimensions; the robot's actions have {limits.dim}."
+        )
+    metadata.setdefault("action_limits", limits.as_metadata())
     return dataclasses.replace(config, policy_metadata=metadata)
 
 
