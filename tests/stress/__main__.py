@@ -71,7 +71,9 @@ def _run_part(part: Part, options: Arguments) -> list[Row]:
     logger.info("%s, about %.0f s", part.name, seconds)
     with ProgressBar(part.name, "s", round(seconds)) as bar:
         try:
-            return part.run(seconds, options.seed, bar.show)
+            rows = part.run(seconds, options.seed, bar.show)
+            # Where nothing was tried, nothing was shown.
+            return [row._replace(ok=row.ok and row.count > 0) for row in rows]
         except Exception as error:
             logger.exception("The part %r did not finish.", part.name)
             return [Row(part.name, 0, f"{type(error).__name__}: {error}", "finishes", ok=False)]
