@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import collections.abc
 import dataclasses
+import importlib.util
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -19,9 +21,12 @@ import tyro
 from piston.suggestions import did_you_mean
 
 _TYPE = "type"
+# The module of a class that is not Piston's, for the message where it is not registered.
+_MODULE = "defined_in"
 _MISFIT = object()
 _classes: dict[str, Any] = {}
 _names: dict[type, str] = {}
+_imported: list[Path] = []
 
 # What version 0.1.0 wrote instead of the registered names: module and class.
 _NAMES_OF_0_1_0 = {
@@ -116,7 +121,9 @@ def _plain(value: Any, where: str) -> Any:
             )
         names = [field.name for field in dataclasses.fields(value) if field.init]
         fields = {name: _plain(getattr(value, name), f"{where}.{name}") for name in names}
-        return {_TYPE: _names[type(value)], **fields}
+        module = type(value).__module__
+        origin = {} if module.partition(".")[0] == "piston" else {_MODULE: module}
+        return {_TYPE: _names[type(value)], **origin, **fields}
     if isinstance(value, Mapping):
         if bad := [key for key in value if not isinstance(key, str) or key == _TYPE]:
             raise TypeError(f"{where} has keys that JSON cannot carry back: {bad}.")
@@ -163,17 +170,13 @@ def _read_dataclass(data: dict[str, Any], where: str) -> Any:
     # A robot that a user defined is found by the name of 0.1.0 too, once it is registered.
     cls = _classes.get(name) or {_qualified_name(one): one for one in _names}.get(name)
     if cls is None:
-        raise ValueError(
-            f"{where} is of type {name!r}, which is not registered.{did_you_mean(name, _classes)} "
-            f"Registered are {', '.join(sorted(_classes))}. If it is of your own making, import "
-            "the module that defines it, or name that module in PISTON_PRESETS."
-        )
+        raise ValueError(f"{where} {_unknown_type(name, data.get(_MODULE))}")
     hints = typing.get_type_hints(cls)
     names = {field.name for field in dataclasses.fields(cls) if field.init}
     for old, new in RENAMED_FIELDS.items():
         if old in data.keys() - names and new in names - data.keys():
             data = {new if key == old else key: value for key, value in data.items()}
-    if unknown := sorted(data.keys() - names - {_TYPE}):
+    if unknown := sorted(data.keys() - names - {_TYPE, _MODULE}):
         raise ValueError(
             f"{where} has fields that {cls.__name__} does not know: {', '.join(unknown)}. "
             "It was probably written by a newer version of Piston."
@@ -184,6 +187,61 @@ def _read_dataclass(data: dict[str, Any], where: str) -> Any:
         return cls(**fields)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where} is not a valid {cls.__name__}: {error}") from error
+
+
+def _unknown_type(name: str, module: Any) -> str:
+    """Say what is not registered and what to give. `module` is what the file says of its origin."""
+    found = f"is of type {name!r}, which is not registered.{did_you_mean(name, _classes)}"
+    if module is None and ":" in name:  # as 0.1.0 wrote it
+        module = name.partition(":")[0]
+    if not isinstance(module, str) or module.partition(".")[0] == "piston":
+        return (
+            f"{found} Registered are {', '.join(sorted(_classes))}. If it is of your own making, "
+            "name the file that defines it: PISTON_PRESETS=/path/to/my_robot.py"
+        )
+    file = f"{module.rpartition('.')[2]}.py" if module != "__main__" else "my_robot.py"
+    return (
+        f"{found} The module {module!r} defined it where this was written, and no code is stored "
+        f"with a configuration. Copy its file to this machine and name it: "
+        f"PISTON_PRESETS=/path/to/{file}"
+    )
+
+
+def import_file(path: str | Path) -> None:
+    """Import a Python file as a module of its name, without a change of Python's path."""
+    path = Path(path).expanduser().resolve()
+    name = path.stem
+    if path in _imported:
+        return
+    if name in sys.modules:
+        raise ValueError(f"A module named {name!r} is imported already: give {path} another name.")
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise FileNotFoundError(f"There is no Python file {path}.")
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    _imported.append(path)  # before it runs: the file may use what imports it
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        _imported.remove(path)
+        raise
+
+
+class ImportedFiles:
+    """Imports the files of `import_file` in a process where it is unpickled, as in this one.
+
+    It has to precede objects whose classes these files define.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _import_files, tuple(_imported)
+
+
+def _import_files(*paths: Path) -> ImportedFiles:
+    for path in paths:
+        import_file(path)
+    return ImportedFiles()
 
 
 def _qualified_name(cls: type) -> str:

@@ -89,6 +89,26 @@ class MyDataConfig(RobotDataConfig):
 """
 
 
+def test_a_module_that_is_not_on_the_path_is_named_by_its_file(tmp_path, monkeypatch):
+    (tmp_path / "mine_alone.py").write_text("from piston import presets\npresets.names()\n")
+    (tmp_path / "json.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+
+    def read(named):
+        monkeypatch.setenv("PISTON_PRESETS", named)
+        presets.import_user_presets.__wrapped__()
+
+    with pytest.raises(ValueError, match="mean the file: PISTON_PRESETS=mine_alone.py\\?"):
+        read("mine_alone")
+    with pytest.raises(ValueError, match="There is no Python file"):
+        read("other.py")
+    with pytest.raises(ValueError, match="A module named 'json' is imported already"):
+        read("json.py")
+    read(f"mine_alone.py, {tmp_path}/mine_alone.py")
+    assert sys.modules.pop("mine_alone").__file__ == str(tmp_path / "mine_alone.py")
+    assert str(tmp_path) not in sys.path
+
+
 @pytest.mark.parametrize("tag", ["my_robot", "my_module:MyDataConfig"], ids=["0.2", "0.1.0"])
 def test_a_robot_of_ones_own_is_read_if_its_module_is_named(tmp_path, tag):
     (tmp_path / "my_module.py").write_text(ROBOT)
@@ -102,7 +122,8 @@ def test_a_robot_of_ones_own_is_read_if_its_module_is_named(tmp_path, tag):
     del environment["PISTON_PRESETS"]
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert f"a.json.data is of type '{tag}', which is not registered" in result.stderr
-    assert "name that module in PISTON_PRESETS" in result.stderr
+    given = "my_module.py" if ":" in tag else "my_robot.py"
+    assert f"PISTON_PRESETS=/path/to/{given}" in result.stderr
 
 
 CHECKPOINTS = Path(__file__).parents[1] / "reference" / "checkpoints_0.1.0"

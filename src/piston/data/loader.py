@@ -36,6 +36,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from piston.data.mixture import Samples, WeightedMixture, shuffled
 from piston.observation import stack_samples
+from piston.serialization import ImportedFiles
 from piston.signals import exit_with_parent, ignore_stop_signals
 
 logger = logging.getLogger(__name__)
@@ -326,7 +327,8 @@ class _Batches:
             return not raw.readonly
 
         try:
-            self._pickled = pickle.dumps(samples, protocol=5, buffer_callback=is_copied)
+            sent = (ImportedFiles(), samples)
+            self._pickled = pickle.dumps(sent, protocol=5, buffer_callback=is_copied)
         except Exception as error:
             error.add_note(
                 "The data cannot be handed to worker processes. Transforms must be importable (no "
@@ -343,7 +345,9 @@ class _Batches:
     def _samples(self) -> Samples:
         memory = self._shared.clear()
         arrays = [memory.allocate((size,), "u1") for size in self._sizes]
-        return pickle.loads(self._pickled, buffers=[array.data.toreadonly() for array in arrays])
+        buffers = [array.data.toreadonly() for array in arrays]
+        _, samples = pickle.loads(self._pickled, buffers=buffers)
+        return samples
 
     def __getitem__(self, indices: list[int]) -> Any:
         try:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+from pathlib import Path
 from typing import Any
 
 import tyro
 
 from piston.config import TrainConfig
 from piston.presets import aloha, droid, robot, simple, small
-from piston.serialization import from_json
+from piston.serialization import from_json, import_file
 from piston.suggestions import did_you_mean
 
 _BY_NAME: dict[str, TrainConfig] = {
@@ -30,7 +31,7 @@ class UnknownPreset(ValueError):
 
 @functools.cache
 def import_user_presets() -> None:
-    """Import the modules that PISTON_PRESETS names, which register presets and robots.
+    """Import the modules and files that PISTON_PRESETS names, which register presets and robots.
 
     The path of modules stays as it is. If the current folder were added to it, which can be that of
     a checkpoint, any later import of a module that is not installed would run files there.
@@ -38,12 +39,18 @@ def import_user_presets() -> None:
     named = os.environ.get("PISTON_PRESETS", "").split(",")
     for module in (name.strip() for name in named if name.strip()):
         try:
-            importlib.import_module(module)
+            if module.endswith(".py"):
+                import_file(module)
+            else:
+                importlib.import_module(module)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
+            beside = f" Did you mean the file: PISTON_PRESETS={module}.py?"
             raise ValueError(
-                f"PISTON_PRESETS names {module!r}, which cannot be imported ({reason}). Name "
-                "modules that are installed or whose folder is in PYTHONPATH, separated by commas."
+                f"PISTON_PRESETS names {module!r}, which cannot be imported ({reason})."
+                f"{beside if Path(f'{module}.py').is_file() else ''} Name files (/path/my_arm.py), "
+                "or modules that are installed or whose folder is in PYTHONPATH, separated by "
+                "commas."
             ) from error
 
 
