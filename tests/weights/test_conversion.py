@@ -278,6 +278,15 @@ def test_what_cannot_be_written_is_refused(tmp_path, tiny, tiny_state, family, o
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
+def test_a_robot_that_is_left_out_is_warned_of(tmp_path, tiny, tiny_state, caplog):
+    sections = {"train": {"model": {}}}
+    save_model(tiny_state("pi0"), tiny["pi0"], tmp_path / "a", sections=sections)
+    convert(tmp_path / "a", tmp_path / "b")
+    assert "without the robot" not in caplog.text
+    convert(tmp_path / "a", tmp_path / "c", to="openpi")
+    assert "openpi's PyTorch models are written without the robot" in caplog.text
+
+
 def test_a_convolutional_stem_exists_here_only(tmp_path, tiny):
     vision = dataclasses.replace(tiny["pi0"].vision, stem=4)
     config = dataclasses.replace(tiny["pi0"], vision=vision)

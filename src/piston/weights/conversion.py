@@ -49,7 +49,7 @@ FORMATS: tuple[Format, ...] = get_args(Format)
 _SOFTWARE = {
     "openpi": "openpi's PyTorch models",
     "openpi-jax": "openpi's JAX models",
-    "lerobot": "LeRobot",
+    "lerobot": "LeRobot's models",
 }
 _ASSETS = "assets"
 
@@ -84,30 +84,39 @@ def convert(
         _check_counterpart(tensors, to)
     if to in ("openpi", "lerobot"):
         names = _foreign_names(tensors, to)
-    files = _SourceFiles(checkpoint)
-    norm_stats, quantiles = files.statistics(asset_id) if to == "lerobot" else ({}, False)
     _log_choices(checkpoint)
     with atomic_folder(target) as fresh:
+        _write_small_files(fresh, to, _SourceFiles(checkpoint), tensors.config, asset_id)
         shapes = {theirs: tensors.empty(ours) for theirs, ours in names.items()}
         if to == "openpi-jax":
-            openpi_jax.write_arrays(
-                fresh / "params", tensors.config, shapes, tensors.read, progress
-            )
+            params = fresh / "params"
+            openpi_jax.write_arrays(params, tensors.config, shapes, tensors.read, progress)
         else:
-            write_tensor_file(
-                fresh / TENSORS, shapes, lambda theirs: tensors.read(names[theirs]), progress
-            )
-        if to == "lerobot":
-            lerobot.write_policy_files(
-                fresh, tensors.config, norm_stats, use_quantiles=quantiles, floor=files.norm_floor
-            )
-        else:
-            described = describe(tensors.config, files.sections(tensors.config))
-            if to != "piston":
-                described = foreign_fields(tensors.config, OPENPI_NAMES)
-            write_json(fresh / CONFIG, described, indent=2)
-            files.copy_statistics(fresh, to, asset_id)
+            write_tensor_file(fresh / TENSORS, shapes, lambda n: tensors.read(names[n]), progress)
     return open_checkpoint(target, None if to == "piston" else tensors.config)
+
+
+def _write_small_files(
+    folder: Path, to: Format, files: _SourceFiles, config: ModelConfig, asset_id: str | None
+) -> None:
+    """Write the configuration and the statistics: first, so that errors come before the tensors."""
+    if to != "piston" and files.has_robot:
+        logger.warning(
+            "%s are written without the robot. Its own transforms (such as delta actions, and "
+            "ALOHA's signs and grippers) have to be applied there: see docs/checkpoints.md.",
+            _SOFTWARE[to],
+        )
+    if to == "lerobot":
+        norm_stats, quantiles = files.statistics(asset_id)
+        lerobot.write_policy_files(
+            folder, config, norm_stats, use_quantiles=quantiles, floor=files.norm_floor
+        )
+        return
+    described = describe(config, files.sections(config))
+    if to != "piston":
+        described = foreign_fields(config, OPENPI_NAMES)
+    write_json(folder / CONFIG, described, indent=2)
+    files.copy_statistics(folder, to, asset_id)
 
 
 class _Tensors:
@@ -121,8 +130,8 @@ class _Tensors:
         self._merge = merge_lora
         if merge_lora:
             self.config = plain
-        self._model = build_on_meta(self.config).state_dict()
-        held = held_dtypes(build_on_meta(self.config), checkpoint, dtype)
+        model = build_on_meta(self.config)
+        self._model, held = model.state_dict(), held_dtypes(model, checkpoint, dtype)
         # In the order in which reading is fastest.
         self.dtypes = {name: held[name] for name in checkpoint.names() if name in held}
 
@@ -208,6 +217,10 @@ class _SourceFiles:
         if train is None:
             return self._sections
         return {**self._sections, TRAIN_SECTION: {**train, "model": to_json(config)}}
+
+    @property
+    def has_robot(self) -> bool:
+        return TRAIN_SECTION in self._sections
 
     @property
     def norm_floor(self) -> float:
