@@ -17,11 +17,12 @@ import tyro
 
 import piston
 from piston import weights
-from piston.config import CosineDecaySchedule, TrainConfig
-from piston.data.pipeline import open_sources
+from piston.config import CosineDecaySchedule, DataConfig, TrainConfig
+from piston.data.dataset import LeRobotDataset
+from piston.data.pipeline import open_sources, split_sources
 from piston.data.statistics import TransformedColumns, compute_statistics
 from piston.logs import init_logging
-from piston.models.configs import GemmaSize, LoRA
+from piston.models.configs import GemmaSize, LoRA, Pi0Config
 from piston.robots.aloha import LeRobotAlohaDataConfig, repack_aloha
 from piston.training.loop import train_loop
 from piston.transforms import compose
@@ -55,7 +56,7 @@ def main(
     config = make_config(dataset, base, name, steps, batch_size, rank, num_workers)
     write_statistics(config)
     checkpoint = train_loop(config)
-    print(f"mean error on a recorded frame: {error_on_a_frame(config, checkpoint):.3f}")
+    print(f"mean error on a frame that was held out: {error_on_a_frame(config, checkpoint):.3f}")
     print(f"piston serve {checkpoint}")
     print(f"piston convert {checkpoint} merged --merge-lora    # a model without adapters")
 
@@ -67,6 +68,8 @@ def make_config(
         return dataclasses.replace(size, lora=LoRA(rank=rank, alpha=float(rank)))
 
     model = weights.open_checkpoint(base).config
+    if not isinstance(model, Pi0Config):
+        raise ValueError(f"{base} is a {model.family} model; this program is for π0 and π0.5.")
     model = dataclasses.replace(
         model, vlm=with_lora(model.vlm), action_expert=with_lora(model.action_expert)
     )
@@ -95,22 +98,27 @@ def make_config(
     )
 
 
+def open_parts(config: TrainConfig) -> tuple[DataConfig, LeRobotDataset, LeRobotDataset]:
+    """Return the pipeline, the episodes that the run trains on, and those that it holds out."""
+    pipeline = config.data_config()
+    (dataset,) = open_sources(pipeline, config.model)
+    ((trained, held_out),) = split_sources([dataset], config.validation_episodes, seed=config.seed)
+    return pipeline, dataset.select(trained), dataset.select(held_out)
+
+
 def write_statistics(config: TrainConfig) -> None:
     """Compute what `piston stats` computes, and write it where the run looks for it."""
-    pipeline = config.data_config()
+    pipeline, trained, _ = open_parts(config)
     steps = pipeline.steps_read(config.model.action_horizon)
-    datasets = open_sources(pipeline, config.model)
-    columns = [TransformedColumns(dataset, pipeline, steps) for dataset in datasets]
-    found = compute_statistics(columns)
+    found = compute_statistics([TransformedColumns(trained, pipeline, steps)])
     folder = Path(pipeline.assets_dir) / pipeline.asset_id
     write_norm_stats(folder, {key: one.norm_stats for key, one in found.items()})
 
 
 def error_on_a_frame(config: TrainConfig, checkpoint: Path) -> float:
     """Return the mean distance of predicted and recorded actions, in the robot's own units."""
-    pipeline = config.data_config()
-    (dataset,) = open_sources(pipeline, config.model)
-    item = dataset[len(dataset) // 2]
+    pipeline, _, held_out = open_parts(config)
+    item = held_out[len(held_out) // 2]
     frame = compose(pipeline.repack_transforms.inputs)({**item, "prompt": item["task"]})
     recorded, is_real = frame.pop("actions"), ~np.asarray(item["action_is_pad"])
     predicted = piston.load_policy(checkpoint).infer(frame, seed=0)["actions"]

@@ -133,7 +133,7 @@ def test_finetune_lora_trains_adapters_alone(lora_run):
     folder, shown = lora_run
     checkpoint = folder / "checkpoints" / "aloha_lora" / "lora" / "2"
     assert f"piston serve {checkpoint}" in shown
-    error = float(shown.split("mean error on a recorded frame: ")[1].split()[0])
+    error = float(shown.split("mean error on a frame that was held out: ")[1].split()[0])
     assert 0 < error < 10
     base, tuned = (weights.open_checkpoint(place) for place in (folder / "base", checkpoint))
     adapters = [name for name in tuned.names() if "lora" in name]
