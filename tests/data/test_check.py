@@ -154,7 +154,7 @@ def test_sensors_that_stand_still_are_reported(tmp_path):
         if episode == 1:
             state[:] = state[0]
         folder.rewrite(episode, observation__state=pa.array(state.tolist()))
-    _one(folder, "note", "observation.state", "never changes in the set: y")
+    _one(folder, "note", "observation.state (y): never changes in the set")
     _one(folder, "warning", "episode 1: observation.state does not change in the whole episode")
     assert len(_found(folder)) == 2
 

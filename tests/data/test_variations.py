@@ -218,6 +218,16 @@ def test_fields_of_info_that_are_written_in_other_ways(tmp_path, caplog):
     assert not caplog.records
 
 
+def test_a_clock_that_cannot_be_read_is_computed(tmp_path):
+    folder = Folder(tmp_path / "set", "v2.1")
+    for episode, length in enumerate(folder.lengths):
+        folder.rewrite(episode, timestamp=pa.nulls(length, pa.float32()))
+    _read_like(folder, Folder(tmp_path / "tidy", "v2.1"))
+    [problem] = check_dataset(folder.root)
+    assert (problem.severity, problem.where) == ("note", "timestamp")
+    assert "timestamp has no value in row 0" in problem.what
+
+
 RAGGED = {"dtype": "float32", "shape": [4], "names": None}
 TEXTS = {"dtype": "string", "shape": [1], "names": None}
 

@@ -137,7 +137,7 @@ def _standing_still(metadata: Metadata, rows: Mapping[int, Columns]) -> Iterator
         if constant.any():
             names = dimension_names([feature], len(constant), otherwise=key)
             listed = ", ".join(names[dim] for dim in np.flatnonzero(constant))
-            yield Problem("note", key, f"never changes in the set: {listed}", consequence)
+            yield Problem("note", f"{key} ({listed})", "never changes in the set", consequence)
         if not constant.all():
             still = (low == high)[:, ~constant].all(axis=1)
             for index, array in (one for one, is_still in zip(alike.items(), still) if is_still):

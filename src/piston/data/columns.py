@@ -200,9 +200,10 @@ def join_columns(metadata: Metadata, episodes: Sequence[Episode], data: DataRows
     """
     rows, columns = [data.rows[episode.index] for episode in episodes], Columns()
     declared = [key for key in metadata.features if key in rows[0] and key not in DERIVED]
+    everywhere = data.everywhere
     for key in (*declared, *DERIVED):
         pieces = [one.pop(key) for one in rows]
-        if key in DERIVED and key not in data.everywhere:
+        if key in DERIVED and key not in everywhere:
             # For all episodes, since what some files hold need not have the same shape and type.
             pieces = [_derive(metadata, episode)[key] for episode in episodes]
         first = pieces[0]

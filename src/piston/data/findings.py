@@ -88,13 +88,13 @@ def _missing_columns(
     """Ignore a feature that no file has; leave out the episodes of files that lack another one."""
     if not data.names:
         return
-    features = metadata.features
+    features, everywhere = metadata.features, data.everywhere
     for key in dict.fromkeys((*features, *DERIVED)):
-        if key in data.everywhere or (key in features and features[key].dtype == "video"):
+        if key in everywhere or (key in features and features[key].dtype == "video"):
             continue
         if key in DERIVED:
             declared = "not" if key in features else "neither declared nor"
-            what = f"{declared} in every data file"
+            what = data.ignored.get(key, f"{declared} in every data file")
             yield Problem("note", key, what, "computed from the list of episodes")
         elif key in data.stored:
             what = f"its data file has no column {key!r}, others have"
