@@ -1,5 +1,6 @@
 """What the model sees of a frame: every transform in its order, errors with their place."""
 
+import dataclasses
 import pickle
 
 import numpy as np
@@ -9,6 +10,7 @@ from piston import presets
 from piston.data.pipeline import (
     FakeDataset,
     TrainingData,
+    action_names,
     check_cache,
     keys_used,
     open_source,
@@ -33,6 +35,22 @@ def folder(request, tmp_path_factory):
 
 def open_data(config):
     return TrainingData(open_source(config, MODEL), config)
+
+
+def test_actions_have_the_names_of_the_data_set_or_the_robot(folder):
+    config = data_config(folder.root, cameras=("top",))
+    source = open_source(config, MODEL)
+    feature = source.metadata.features["action"]
+    robot = dataclasses.replace(config, robot_metadata={"actions": {"names": ["a", "b", "c"]}})
+    for names, pipeline, expected in (
+        (["pan", "tilt", "grip"], robot, ("pan", "tilt", "grip")),
+        (None, robot, ("a", "b", "c")),
+        (["only one"], robot, ("a", "b", "c")),
+        (None, config, ("action[0]", "action[1]", "action[2]")),
+    ):
+        features = {"action": dataclasses.replace(feature, names=names)}
+        source.metadata = dataclasses.replace(source.metadata, features=features)
+        assert action_names(source, pipeline, 3) == expected
 
 
 def test_a_sample_is_the_item_through_every_transform(folder):

@@ -90,7 +90,8 @@ def test_validation_on_held_out_episodes(tmp_path, data, monkeypatch, caplog):
     lines = [line for line in metrics(tmp_path / "tiny/run") if "validation/loss" in line]
     assert [line["step"] for line in lines] == [4, 8, 9]
     per_dim = lines[-1]["validation/action_error_per_dim"]
-    assert list(per_dim) == [f"action[{i}]" for i in range(7)]  # the set declares no names
+    # The robot's names: the set declares none.
+    assert list(per_dim) == ["x", "y", "z", "rx", "ry", "rz", "gripper"]
     assert lines[-1]["validation/action_error"] == pytest.approx(np.mean([*per_dim.values()]))
     assert "validation/action_error" in caplog.text
     trained_on = {index for _, batch in seen for index in batch}

@@ -20,7 +20,7 @@ import numpy as np
 from piston.config import DataConfig
 from piston.data.cache import CachedFrames
 from piston.data.dataset import LeRobotDataset, open_dataset
-from piston.data.format import DERIVED, Episode, dimension_names, locate
+from piston.data.format import DERIVED, Episode, Feature, dimension_names, locate
 from piston.data.metadata import Metadata
 from piston.data.mixture import EpisodeChoice, Samples, shorten, split_episodes
 from piston.data.problems import EpisodeError, unknown_key
@@ -198,9 +198,15 @@ def leave_out(config: DataConfig, episodes: Iterable[int | str]) -> str:
 
 
 def action_names(source: LeRobotDataset, config: DataConfig, dim: int) -> tuple[str, ...]:
-    """Return the names of the actions' dimensions as the data set declares them, else numbers."""
+    """Return names of the actions' dimensions: the data set's, else the robot's, else numbers."""
     features = [source.metadata.features[key] for key in config.action_sequence_keys]
-    return tuple(dimension_names(features, dim, "action"))
+    robot = Feature(
+        "actions", "float32", (dim,), config.robot_metadata.get("actions", {}).get("names")
+    )
+    numbered, declared, known = (
+        dimension_names(those, dim, "action") for those in ([], features, [robot])
+    )
+    return tuple(known if declared == numbered else declared)
 
 
 @contextlib.contextmanager

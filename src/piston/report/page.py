@@ -119,13 +119,17 @@ def _write(
     sections: Mapping[str, Markup | Missing],
 ) -> Path:
     links, shown = [], []
+    without: dict[str, list[str]] = {}  # reason → sections
     for name, section in sections.items():
         if isinstance(section, Missing):
-            shown.append(tag("p", tag("b", name), f" left out: {section}", class_="missing"))
+            without.setdefault(str(section), []).append(name)
             continue
         anchor = re.sub(r"\W+", "-", name.lower())
         links.append(tag("a", name, href=f"#{anchor}"))
         shown.append(tag("section", tag("h2", name), section, id=anchor))
+    for reason, names in without.items():
+        absent = tag("b", ", ".join(names))
+        shown.append(tag("p", absent, f" left out: {reason}", class_="missing"))
     header = tag("header", tag("h1", title), note(subtitle), tag("nav", *links))
     date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     made = f"This page was made by Piston {piston.__version__} on {platform.node()}, {date}."

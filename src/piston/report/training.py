@@ -223,6 +223,7 @@ def _start(line: Mapping[str, Any]) -> Markup:
     rows = [
         ("first step", line["first_step"]),
         ("command", tag("code", line["command"])),
+        ("in folder", tag("code", line["folder"])),
         ("versions", ", ".join(f"{name} {line[key]}" for name, key in _VERSIONS.items())),
         ("machine", line["machine"]),
         ("processes", line["processes"]),

@@ -222,6 +222,7 @@ def _start(run: Run, processes: Processes) -> dict[str, Any]:
         "first_step": run.first_step,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(command),
+        "folder": str(Path.cwd()),
         "piston": piston.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
