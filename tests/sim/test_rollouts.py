@@ -9,6 +9,7 @@ import torch
 from piston.cli import main
 from piston.inference.loading import random_policy
 from piston.progress import ProgressBar
+from piston.robots import RobotInputs
 from piston.serving import ServerConfig, running_server
 from piston.sim import make_environment
 from piston.sim.aloha_experts import plan_transfer
@@ -179,6 +180,19 @@ def test_commands_that_no_simulator_survives_are_a_failure(caplog):
     assert f"{TASK}, seed 0: the episode ends here" in caplog.text
     again = evaluate(TASK, Expert([4]), [4], policy_name="expert")
     assert again.success.successes == 1
+
+
+def test_a_robot_that_a_file_describes_gets_the_keys_of_its_data_set():
+    keys = {"observation.images.top": "base_0_rgb"}
+    robot = RobotInputs("arm", keys, {"observation.state": 14}, {"action": 14}, columns={})
+    policy = random_policy("tiny_robot", robot=robot)
+
+    def infer(requests):
+        assert policy.infer_batch(requests)[0]["actions"].shape == (16, 14)
+        raise InterruptedError  # one request is enough
+
+    with pytest.raises(InterruptedError):
+        evaluate(TASK, infer, [0], policy_name="arm", metadata=policy.metadata)
 
 
 def test_a_policy_of_another_robot_is_told_in_one_line(address, tmp_path, capsys):

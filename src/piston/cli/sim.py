@@ -112,11 +112,12 @@ def run_eval(args: list[str]) -> None:
         if arguments.policy.startswith(("ws://", "wss://")):
             connections = min(arguments.num_environments, len(seeds))
             server = infer_with_server(arguments.policy, connections)
-            infer, policy_name = stack.enter_context(server)
+            infer, policy_name, metadata = stack.enter_context(server)
         else:
             from piston.inference import load_policy  # imports torch
 
             policy, policy_name = load_policy(arguments.policy), arguments.policy
+            metadata = policy.metadata
             infer = lambda requests: [one["actions"] for one in policy.infer_batch(requests)]  # noqa: E731
         out.mkdir(parents=True, exist_ok=True)
         bar = stack.enter_context(ProgressBar(arguments.task, "episodes", len(seeds), after=0))
@@ -127,6 +128,7 @@ def run_eval(args: list[str]) -> None:
                 seeds,
                 execute_horizon=arguments.execute_horizon,
                 policy_name=policy_name,
+                metadata=metadata,
                 num_environments=arguments.num_environments,
                 pixels=arguments.pixels,
                 opposite=arguments.opposite,

@@ -113,6 +113,11 @@ class Environment(abc.ABC):
     def close(self) -> None:  # noqa: B027  (most have nothing to release)
         """Release what other environments can use. The environment can be reset again."""
 
+    def recorded(self, observation: Observation) -> Observation:
+        """Return images and state of an observation under the keys of a recorded data set."""
+        images = {key: observation["images"][camera] for camera, key in self.cameras.items()}
+        return {**images, "observation.state": observation["state"]}
+
     @abc.abstractmethod
     def observe(self) -> Observation:
         """Return what the robot senses now; renders its cameras."""

@@ -146,14 +146,8 @@ def demonstrate(environment: Environment, expert: Expert, seed: int) -> Episode:
     expert.start(environment)
     frames = []
     while not environment.done and (step := expert.act()) is not None:
-        images = observation["images"]
-        frames.append(
-            {
-                **{key: images[camera] for camera, key in environment.cameras.items()},
-                "observation.state": observation["state"],
-                "action": np.asarray(step.label, np.float32),
-            }
-        )
+        action = np.asarray(step.label, np.float32)
+        frames.append({**environment.recorded(observation), "action": action})
         environment.step(step.executed)
         observation = environment.observe()
     if not environment.held:

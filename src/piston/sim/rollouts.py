@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -34,10 +35,11 @@ _VIDEO = VideoEncoding("h264", g=250, crf=27, preset="veryfast")
 
 
 @contextmanager
-def infer_with_server(uri: str, connections: int) -> Iterator[tuple[Infer, str]]:
+def infer_with_server(uri: str, connections: int) -> Iterator[tuple[Infer, str, Mapping[str, Any]]]:
     """Connect each environment as a client of its own.
 
-    Yield also a name for the results: the address and, if the server tells it, the policy.
+    Yield also a name for the results (the address and, if the server tells it, the policy), and
+    the policy's metadata.
     """
     clients = [Client(uri) for _ in range(connections)]
     pool = ThreadPoolExecutor(connections)
@@ -50,8 +52,9 @@ def infer_with_server(uri: str, connections: int) -> Iterator[tuple[Infer, str]]
             raise ValueError(f"{uri} rejected an observation: {error}") from error
 
     try:
-        name = clients[0].metadata.get("piston", {}).get("name")
-        yield infer, f"{uri} ({name})" if name else uri
+        metadata = clients[0].metadata
+        name = metadata.get("piston", {}).get("name")
+        yield infer, f"{uri} ({name})" if name else uri, metadata
     finally:
         pool.shutdown()
         for client in clients:
@@ -61,8 +64,11 @@ def infer_with_server(uri: str, connections: int) -> Iterator[tuple[Infer, str]]
 class _Episode:
     """An episode that has just started, its pending actions, and what has been executed so far."""
 
-    def __init__(self, environment: Environment, seed: int, opposite: bool) -> None:
+    def __init__(
+        self, environment: Environment, seed: int, opposite: bool, recorded_keys: bool
+    ) -> None:
         environment.reset(seed)
+        self._recorded_keys = recorded_keys
         self.environment, self.seed = environment, seed
         prompt = environment.opposite_prompt if opposite else environment.prompt
         if prompt is None:
@@ -78,7 +84,10 @@ class _Episode:
     def observe(self) -> Observation:
         # The policy's noise is seeded too, so that an episode is reproducible.
         noise_seed = 1_000_003 * self.seed + self.environment.steps
-        return {**self.environment.observe(), "prompt": self.prompt, "seed": noise_seed}
+        seen = self.environment.observe()
+        if self._recorded_keys:
+            seen = self.environment.recorded(seen)
+        return {**seen, "prompt": self.prompt, "seed": noise_seed}
 
     def take(self, chunk: np.ndarray, execute_horizon: int) -> None:
         if len(chunk) < execute_horizon:
@@ -111,6 +120,7 @@ def evaluate(
     *,
     execute_horizon: int | None = None,
     policy_name: str,
+    metadata: Mapping[str, Any] | None = None,
     num_environments: int = 8,
     pixels: int | None = None,
     opposite: bool = False,
@@ -119,8 +129,11 @@ def evaluate(
 ) -> Evaluation:
     """Run one episode per seed and execute `execute_horizon` steps of each chunk (default: half).
 
-    With `opposite` the prompt asks for the opposite of the task that is scored.
+    With `opposite` the prompt asks for the opposite of the task that is scored. If the policy's
+    `metadata` say that it expects the keys of a recorded data set, as a robot that a file describes
+    does, it gets these instead of the simulated robot's own.
     """
+    recorded_keys = "observation.state" in (metadata or {}).get("observation", ())
     check_evaluation_seeds(seeds)
     if (execute_horizon is not None and execute_horizon < 1) or num_environments < 1:
         raise ValueError("execute_horizon and num_environments must be at least 1.")
@@ -133,7 +146,7 @@ def evaluate(
     trace: Trace | None = None
     while waiting or running:
         while idle and waiting:
-            running.append(_Episode(idle.pop(), waiting.pop(), opposite))
+            running.append(_Episode(idle.pop(), waiting.pop(), opposite, recorded_keys))
         if empty := [episode for episode in running if not episode.pending]:
             observations = [episode.observe() for episode in empty]
             started = time.perf_counter()
