@@ -165,12 +165,13 @@ def _large_messages(seconds: float, progress: Progress, done: int) -> Row:
         while (passed := time.monotonic() - began) < seconds or not memory:
             in_threads([lambda early=early: leave(early) for early in [False, True] * 10])
             count += 20
-            time.sleep(1.5)
+            time.sleep(2.5)
             memory.append(resident_bytes(pid) / _MB)
             progress(done + round(passed), None, f"{count:,} large messages")
     found = f"{before:.0f} → {memory[-1]:.0f} MB"
-    is_flat = memory[-1] - before < 70
-    return Row("20 MB messages, 20 at once: memory", count, found, "< 70 MB more", is_flat)
+    # glibc keeps up to twice the largest block at the end of each thread's memory.
+    is_flat = max(memory) - before < 100
+    return Row("20 MB messages, 20 at once: memory", count, found, "< 100 MB more", is_flat)
 
 
 def bad_client(seconds: float, seed: int, progress: Progress) -> list[Row]:

@@ -28,16 +28,20 @@ class MemoryReturn:
 
     def __init__(self) -> None:
         self._task: asyncio.Task[None] | None = None
+        self._is_asked = False
         self._trim: Callable[[int], int] | None = None
         with contextlib.suppress(OSError, TypeError, AttributeError):
             self._trim = ctypes.CDLL(None).malloc_trim
 
     def schedule(self) -> None:
+        self._is_asked = True
         if self._trim is not None and (self._task is None or self._task.done()):
-            self._task = asyncio.create_task(_call_later(self._trim))
+            self._task = asyncio.create_task(self._run(self._trim))
 
-
-async def _call_later(trim: Callable[[int], int]) -> None:
-    await asyncio.sleep(_SECONDS_TO_RETURN)
-    # ctypes lets other threads run meanwhile.
-    await asyncio.to_thread(trim, 0)
+    async def _run(self, trim: Callable[[int], int]) -> None:
+        # Once more if it was asked for meanwhile: what was freed since then would stay.
+        while self._is_asked:
+            self._is_asked = False
+            await asyncio.sleep(_SECONDS_TO_RETURN)
+            # ctypes lets other threads run meanwhile.
+            await asyncio.to_thread(trim, 0)
