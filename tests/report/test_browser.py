@@ -1,6 +1,10 @@
 """The page in a real browser: it renders, videos play, it fits, and nothing goes wrong."""
 
+import shutil
+
 import pytest
+
+from piston.report.page import write_comparison
 
 from .browser import CHROMIUM, Browser, wait_until
 
@@ -49,6 +53,17 @@ def test_all_pictures_and_curves_are_drawn(browser):
 def test_nothing_sticks_out(browser, width):
     browser.resize(width, 900)
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.parametrize("width", [1200, 420])
+def test_nothing_sticks_out_of_a_comparison(browser, page, run, tmp_path, width):
+    other = tmp_path / "a-run-with-a-name-that-is-longer-than-others"
+    shutil.copytree(run, other, ignore=shutil.ignore_patterns("[0-9]*"))
+    browser.open(write_comparison([run, other], tmp_path / "page.html"))
+    browser.resize(width, 900)
+    assert browser.evaluate("document.querySelectorAll('path.line').length") > 30
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    browser.open(page)
 
 
 def test_numbers_on_axes_lie_within_their_plots(browser):

@@ -76,7 +76,7 @@ def test_ticks_people_would_choose():
 def test_a_curve_is_lifted_where_a_number_is_missing():
     drawn = plot([Line(np.arange(4), np.array([1, 2, np.nan, 3]))])
     path = re.findall('d="([^"]*)" class="line', drawn)[0]
-    assert re.sub(r"[\d. ]", "", path) == "MLM"
+    assert re.sub(r"[\d. ]", "", path) == "MhLMh"
     assert "nan" not in drawn.lower()
 
 
@@ -107,6 +107,13 @@ def test_stillness_looks_still():
     drawn = plot([Line(np.arange(3), noise)], height=150, min_span=1.0)
     heights = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", drawn.split("line accent")[0])]
     assert len({heights[-1], heights[-2], heights[-3]}) == 1
+
+
+def test_a_single_point_is_a_dot_between_round_numbers():
+    drawn = plot([Line(np.array([119.0]), np.array([0.5]))])
+    assert re.search(r'd="M[\d.]+ [\d.]+h0" class="line accent"', drawn)
+    labels = re.findall(r"<text[^>]*>([^<]*)</text>", drawn)
+    assert {"118", "119", "120"} <= set(labels)
 
 
 def test_a_legend_only_where_there_is_a_choice():

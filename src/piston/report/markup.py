@@ -173,7 +173,7 @@ def plot(
         return tag("p", "No finite number to plot.", class_="missing")
     left, right, top = 44.0, width - 8, 22.0 if y_label else 8.0
     bottom = height - (34.0 if x_label else 20.0)
-    first, last = _widened(xs.min(), xs.max(), 0.0)
+    first, last = _widened(xs.min(), xs.max(), 2.0 if xs.min() == xs.max() else 0.0)
     low, high = ys.min(), ys.max()
     if not log:
         low, high = _widened(0.0 if from_zero else low, high, min_span)
@@ -217,7 +217,8 @@ def _curve(line: Line, x_places: np.ndarray, y_places: np.ndarray, *, markers: b
         if not math.isfinite(y_place):
             command = "M"
             continue
-        commands.append(f"{command}{x_place:.1f} {y_place:.1f}")
+        # A line of no length after each beginning: a point without neighbours is drawn as a dot.
+        commands.append(f"{command}{x_place:.1f} {y_place:.1f}" + "h0" * (command == "M"))
         command = "L"
         if markers:
             text = tag("title", f"{line.name or 'value'} {y:.4g} at {x:,g}")
