@@ -161,6 +161,11 @@ def test_mistakes_in_a_file_are_explained(tmp_path, old, new, message):
     assert str(error.value).startswith(str(path))
 
 
+def test_a_file_that_is_not_there_says_how_to_get_one(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"piston init-robot SET --output .*arm.toml"):
+        read_robot(tmp_path / "arm.toml")
+
+
 def test_a_slot_that_the_model_does_not_have_is_named(robot):
     cameras = {"observation.images.front": "base_rgb"}
     with pytest.raises(ValueError, match="'base_rgb', which is no slot .* mean 'base_0_rgb'"):
@@ -187,6 +192,7 @@ def test_options_of_the_replaced_robot_are_refused(tmp_path, capsys):
 
 
 def test_without_a_file_the_preset_says_what_to_give():
+    assert presets.purpose(presets.get("tiny_robot")) == "training"
     config = parse(["tiny_robot", "--data.repo-id", "me/arm", "--exp-name", "x"])
     with pytest.raises(
         ValueError, match=re.escape("describe it with --robot FILE. `piston init-robot")

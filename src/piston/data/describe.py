@@ -39,8 +39,10 @@ def describe_robot(metadata: Metadata, name: str) -> str:
         _head(metadata, name),
         _relative(state, actions),
         _cameras(metadata),
-        _dimensions("state", "their names in order; their number will do, too", state, other_state),
-        _dimensions("actions", "the same, of what the robot is told", actions),
+        _dimensions(
+            "state", "the names of its dimensions in order, or how many", state, other_state
+        ),
+        _dimensions("actions", "the same, for what the robot is told to do", actions),
         _grippers([*state, *actions]),
     )
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
@@ -54,7 +56,7 @@ def _head(metadata: Metadata, name: str) -> list[str]:
         f"# the data set {metadata.root.name}. Then: piston train tiny_robot --robot THIS_FILE …",
         f"name = {_quoted(name)}",
         f"rate = {metadata.fps:g}  # control steps per second, as recorded",
-        f"{'' if len(tasks) == 1 else '# '}{prompt}  # of observations that bring none;",
+        f"{'' if len(tasks) == 1 else '# '}{prompt}  # for observations without one;",
         "# in training, every frame has the sentence of its own task",
     ]
 

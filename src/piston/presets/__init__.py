@@ -15,6 +15,7 @@ import tyro
 
 from piston.config import TrainConfig
 from piston.presets import aloha, droid, robot, simple, small
+from piston.robots.description import DescribedRobotDataConfig
 from piston.serialization import from_json, import_file
 from piston.suggestions import did_you_mean
 
@@ -90,5 +91,6 @@ def train_config_from_json(data: Any, where: str) -> TrainConfig:
 
 def purpose(preset: TrainConfig) -> str:
     """Return "inference" for a preset that only says how to serve a released checkpoint."""
-    trains = preset.weights is not None or preset.data.repo_id is not tyro.MISSING
-    return "training" if trains else "inference"
+    data = preset.data
+    trains = preset.weights is not None or data.repo_id is not tyro.MISSING
+    return "training" if trains or isinstance(data, DescribedRobotDataConfig) else "inference"

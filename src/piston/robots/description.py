@@ -71,6 +71,11 @@ def with_robot(config: TrainConfig, robot: RobotInputs) -> TrainConfig:
 
 def read_robot(path: str | Path) -> RobotInputs:
     """Read a description. Raise ValueError that names the file and the key if it is not one."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(
+            f"There is no file {path} to describe the robot. `piston init-robot SET --output "
+            f"{path}` writes one from a data set."
+        )
     try:
         content = tomllib.loads(Path(path).read_text("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
