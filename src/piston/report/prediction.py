@@ -1,6 +1,6 @@
 """What the run's newest policy predicts for one sample, how it denoises, and how long it takes.
 
-Dims: n draws of noise, k steps of the integrator, h horizon, a action dim.
+Dims: n noise samples, k steps of the integrator, h horizon, a action dim.
 """
 
 from __future__ import annotations
@@ -109,12 +109,15 @@ def chunk(sample: Sample, prediction: Prediction) -> Markup:
     draws, fps = len(prediction.chunks), sample.fps
     known = "held out of training" if sample.held_out else "part of what was trained on"
     text = (
-        f"{sample} ({known}). Lines show {draws} chunk{'s' * (draws > 1)} of "
-        f"{len(sample.recorded)} steps ({len(sample.recorded) / fps:.1f} s) that the policy "
-        "predicts from this frame, each from another random noise, in the robot's units. The "
-        "number is the mean distance of the first, drawn in full colour, from what was recorded. "
-        "Chunks that differ much show where the policy is not sure what to do."
+        f"{sample} ({known}). Solid: what the policy predicts from this frame, "
+        f"{len(sample.recorded)} steps ({len(sample.recorded) / fps:.1f} s), in the robot's units. "
+        "The number is its mean distance from what was recorded."
     )
+    if draws > 1:
+        text += (
+            f" Pale: {draws - 1} more predictions, each from another random noise. Where they "
+            "differ much, the policy is not sure what to do."
+        )
     seconds = np.arange(len(sample.recorded)) / fps
     widest = float(np.ptp(sample.recorded[sample.is_real], axis=0).max())
     figures = []
