@@ -12,7 +12,7 @@ import pytest
 import tyro
 
 import piston
-from piston import presets
+from piston import presets, weights
 from piston.serialization import from_json
 
 FOLDER = Path(__file__).parent / "reference" / "checkpoints_0.1.0"
@@ -26,9 +26,12 @@ def _observation(case):
 
 
 @pytest.mark.parametrize("name", ["pi0_aloha", "pi05_libero"])
-def test_checkpoint_gives_the_same_actions(name):
-    case = dict(np.load(FOLDER / name / "case.npz"))
-    found = piston.load_policy(FOLDER / name).infer(_observation(case), seed=7)["actions"]
+@pytest.mark.parametrize("converted", [False, True])
+def test_checkpoint_gives_the_same_actions(name, converted, tmp_path):
+    case, folder = dict(np.load(FOLDER / name / "case.npz")), FOLDER / name
+    if converted:
+        weights.convert(folder, folder := tmp_path / "new")
+    found = piston.load_policy(folder).infer(_observation(case), seed=7)["actions"]
     # The same arithmetic; another processor may round its sums in another order.
     np.testing.assert_allclose(found, case["actions"], rtol=0, atol=1e-5)
 

@@ -115,6 +115,15 @@ def test_openpi_s_jax_arrays_are_written_again(
         assert entry["value_metadata"] == plain[key]["value_metadata"]
 
 
+def test_zeros_are_stored_in_jax_arrays(tmp_path, tiny, tiny_state):
+    """A chunk that is left out would be taken for a lost one."""
+    state = {name: torch.zeros_like(tensor) for name, tensor in tiny_state("pi0").items()}
+    save_model(state, tiny["pi0"], tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "theirs", to="openpi-jax")
+    for tensor in load_model(tmp_path / "theirs").state_dict().values():
+        assert not tensor.any()
+
+
 def test_full_size_jax_arrays_have_openpi_s_layout():
     """Also where every head has keys of its own, which changes the arrays' names."""
     config = Pi0Config(pi05=True)
@@ -239,8 +248,28 @@ def test_statistics_of_a_lerobot_policy_are_kept(tmp_path, tiny, tiny_state):
     with pytest.raises(ValueError, match="--asset-id NAME"):
         convert(policy, tmp_path / "openpi", to="openpi", **options)
     assert not (tmp_path / "openpi").exists()
+    with pytest.raises(ValueError, match=r"'\.\./robot'; it names a folder"):
+        convert(policy, tmp_path / "openpi", to="openpi", asset_id="../robot", **options)
     convert(policy, tmp_path / "openpi", to="openpi", asset_id="robot", **options)
     assert read_norm_stats(tmp_path / "openpi/assets/robot") == STATS
+
+
+def test_a_base_model_of_lerobot_has_no_statistics(tmp_path, tiny, tiny_state, caplog):
+    save_model(tiny_state("pi0"), tiny["pi0"], tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "policy", to="lerobot")
+    assert "does not normalise" in caplog.text
+    assert read_statistics(tmp_path / "policy") is None
+    convert(tmp_path / "policy", tmp_path / "openpi", to="openpi", config=tiny["pi0"])
+    assert {path.name for path in (tmp_path / "openpi").iterdir()} == {
+        "config.json",
+        "model.safetensors",
+    }
+
+
+def test_a_damaged_robot_is_named(tmp_path, tiny, tiny_state):
+    save_model(tiny_state("pi0"), tiny["pi0"], tmp_path / "a", sections={"train": 3})
+    with pytest.raises(CheckpointError, match=r"config\.json: train is not a JSON object"):
+        convert(tmp_path / "a", tmp_path / "b")
 
 
 def test_a_lerobot_normalisation_of_another_kind_is_named(tmp_path, tiny, tiny_state):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from piston.config import TRAIN_SECTION
-from piston.files import atomic_folder, check_new_folder, write_json
+from piston.files import atomic_folder, check_new_folder, is_really_in, write_json
 from piston.models.configs import GemmaSize, ModelConfig, VisionSize
 from piston.models.lora import merged_weight, without_adapters
 from piston.progress import Progress, no_progress
@@ -40,7 +40,7 @@ from piston.weights.configs import (
 )
 from piston.weights.models import describe, held_dtypes
 from piston.weights.pytorch_names import EMBEDDING, EXPERT_HEAD, OUTPUT_HEAD, foreign_name
-from piston.weights.tensors import read_object, write_tensor_file
+from piston.weights.tensors import CheckpointError, read_object, write_tensor_file
 
 logger = logging.getLogger(__name__)
 
@@ -210,6 +210,8 @@ class _SourceFiles:
         if checkpoint.format == OWN_FORMAT and described.is_file():
             own = describe(checkpoint.config, {})
             self._sections = {k: v for k, v in read_object(described).items() if k not in own}
+            if not isinstance(self._sections.get(TRAIN_SECTION, {}), dict):
+                raise CheckpointError(f"{described}: {TRAIN_SECTION} is not a JSON object.")
 
     def sections(self, config: ModelConfig) -> dict[str, Any]:
         """Return the further sections of config.json, such as the robot, for this model."""
@@ -260,13 +262,15 @@ class _SourceFiles:
         if has_assets:
             shutil.copytree(self._folder / _ASSETS, target / _ASSETS)
         elif asset_id is not None:
+            if not is_really_in(target / _ASSETS, target / _ASSETS / asset_id):
+                raise ValueError(f"--asset-id is {asset_id!r}; it names a folder in {_ASSETS}/.")
             self._name_statistics(target / _ASSETS / asset_id)
-        elif theirs and to != "piston":
+        elif to != "piston" and lerobot.read_statistics(self._folder) is not None:
             raise ValueError(
                 f"{self._folder} has the statistics of a LeRobot policy, which have no name. Give "
                 "them the asset_id of openpi's configuration: --asset-id NAME"
             )
-        else:  # as they are: they say how they are applied
+        elif to == "piston":  # as they are: they say how they are applied
             for file in theirs:
                 shutil.copy2(file, target)
 

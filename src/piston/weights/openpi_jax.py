@@ -367,7 +367,6 @@ def _create(store: Any, place: dict[str, Any], shape: Shape, dtype: torch.dtype,
         "driver": "zarr",
         "kvstore": place,
         "metadata": {"chunks": chunks, "compressor": {"id": "zstd", "level": 1}},
-        "store_data_equal_to_fill_value": True,
     }
     return store.open(spec, create=True, shape=shape, dtype=str(dtype)[6:]).result()
 
