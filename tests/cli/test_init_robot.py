@@ -161,6 +161,13 @@ def test_rotations_and_grippers_are_not_relative(tmp_path):
     assert '# "gripper.pos" = { open' in text
 
 
+def test_joints_that_roll_are_relative(tmp_path):
+    joints = ["shoulder_pan.pos", "wrist_flex.pos", "wrist_roll.pos", "wrist_rotate"]
+    names = [*joints, "gripper.pos"]
+    robot, _ = described(tmp_path, features(observation__state=names, action=names))
+    assert robot.relative == tuple(joints)
+
+
 def test_sets_without_names_or_with_several_keys(tmp_path):
     robot, text = described(
         tmp_path, features(joints=6, gripper=1, actions=7, next__reward=1), ("Fold.", "Unfold.")

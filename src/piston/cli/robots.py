@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -51,7 +52,8 @@ def _init_robot(
     relative = f"{len(robot.relative)} of {robot.action_dim} action dimensions are relative"
     screen.print(f"{file}: cameras {cameras}; {relative}.", soft_wrap=True, markup=False)
     screen.print(
-        f"Check it, then: piston stats tiny_robot --robot {file} --data.repo-id {path}",
+        "Check it, then: piston stats tiny_robot "
+        f"--robot {shlex.quote(str(file))} --data.repo-id {shlex.quote(path)}",
         soft_wrap=True,
         markup=False,
     )

@@ -15,9 +15,11 @@ from piston.data.metadata import Metadata
 SLOTS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
 _OVERVIEWS = ("top", "high", "front", "exterior", "base", "head", "overhead", "third", "scene")
 _WRISTS = ("wrist", "hand", "gripper", "eye_in_hand")
-# Names of dimensions that must not be subtracted: fingers, and rotations.
+# Names of dimensions that must not be subtracted: fingers, and rotations of a hand. In a robot that
+# is moved by its joints, wrist_roll is one of them.
 _GRIPPERS = re.compile(r"grip|finger|claw|jaw", re.IGNORECASE)
 _ROTATIONS = re.compile(r"roll|pitch|yaw|quat|euler|rot|(^|_)(r|q)[xyzw]$|rpy", re.IGNORECASE)
+_POSITIONS = re.compile(r"(^|[_. ])[xyz]$", re.IGNORECASE)
 _MAX_WIDTH = 100
 
 
@@ -55,17 +57,23 @@ def _head(metadata: Metadata, name: str) -> list[str]:
         "# What the numbers and cameras of this robot mean. Check every line: it was guessed from",
         f"# the data set {metadata.root.name}. Then: piston train tiny_robot --robot THIS_FILE …",
         f"name = {_quoted(name)}",
-        f"rate = {metadata.fps:g}  # control steps per second, as recorded",
+        f"rate = {metadata.fps}  # control steps per second, as recorded",
         f"{'' if len(tasks) == 1 else '# '}{prompt}  # for observations without one;",
         "# in training, every frame has the sentence of its own task",
     ]
 
 
 def _relative(state: Sequence[Feature], actions: Sequence[Feature]) -> list[str]:
-    """Joints are relative if state and actions name them alike; nothing else."""
+    """Joints and positions are relative if state and actions name them alike; nothing else."""
     told, measured = _names(actions), _names(state)
-    same = [name for name in told if name in measured]
-    joints = [n for n in same if not _GRIPPERS.search(n) and not _ROTATIONS.search(n)]
+    is_pose = any(map(_POSITIONS.search, told))
+    joints = [
+        name
+        for name in told
+        if name in measured
+        and not _GRIPPERS.search(name)
+        and not (is_pose and _ROTATIONS.search(name))
+    ]
     comment = (
         "# Action dimensions that are trained relative to the state (the dimension of the same"
     )

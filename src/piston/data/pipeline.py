@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,7 @@ def open_source(config: DataConfig, model: ModelConfig) -> LeRobotDataset:
         raise ValueError("No data set is named: give --data.repo-id, a folder or owner/name.")
     metadata = Metadata.read(locate(config.repo_id))
     rate = config.robot_metadata.get("control_hz", metadata.fps)
-    if rate != metadata.fps:
+    if not math.isclose(rate, metadata.fps, rel_tol=1e-3):
         logger.warning(
             "%s has %g frames per second, the robot %g control steps: a chunk lasts longer or "
             "shorter on the robot than in the data.",

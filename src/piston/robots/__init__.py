@@ -49,8 +49,9 @@ def names_of(parts: Iterable[Dims]) -> list[str]:
     """Return the name of each number; those without are called by their position: dim_3."""
     names: list[str] = []
     for part in parts:
-        unnamed = range(len(names), len(names) + part) if isinstance(part, int) else ()
-        names += part if not isinstance(part, int) else [f"dim_{i}" for i in unnamed]
+        if isinstance(part, int):
+            part = tuple(f"dim_{len(names) + i}" for i in range(part))
+        names += part
     return names
 
 
