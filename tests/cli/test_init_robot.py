@@ -81,9 +81,13 @@ def test_from_recording_to_served_policy_without_the_user_s_files(recording, fil
     assert "joint_7" in capsys.readouterr().out
     small = ["--num-train-steps", "2", "--batch-size", "2", "--noise-draws", "1"]
     assert main(["train", *options, "--exp-name", "first", *small]) == 0
-    checkpoint = file.parent / "checkpoints" / "tiny_robot" / "first" / "1"
+    run = file.parent / "checkpoints" / "tiny_robot" / "first"
+    assert main(["report", str(run)]) == 0
+    page = (run / "report.html").read_text("utf-8")
+    assert "what the policy predicts from this frame, 16 steps" in page
+    assert "cannot be read" not in page
     moved = file.parent / "elsewhere"
-    checkpoint.rename(moved)
+    (run / "1").rename(moved)
     file.unlink()
     with running_server(load_policy(moved)) as server, Client(server.url) as client:
         example = client.example_observation()

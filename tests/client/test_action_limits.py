@@ -197,6 +197,15 @@ def test_limits_come_from_a_server_s_metadata(start_server):
     assert summary.num_clamped == 1
 
 
+def test_a_warning_names_the_dimension_if_the_metadata_do(caplog):
+    named = {
+        **METADATA,
+        "actions": {"dtype": "float32", "shape": [1, 2], "names": ["lift", "grip"]},
+    }
+    drive(Says(*JUMP, metadata=named), max_steps=2)
+    assert "The action's dimension 0 (lift) is" in caplog.text
+
+
 def test_metadata_that_makes_no_sense():
     for wrong, says in (
         ([1, 2], "expected a dictionary with low, high, max_step"),

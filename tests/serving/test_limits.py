@@ -311,3 +311,9 @@ def test_listening_says_for_whom(start, policy, caplog):
         assert "API key" not in caplog.text
         start(policy, host="0.0.0.0")
     assert "No API key is set" in caplog.text
+
+
+def test_the_log_names_a_client_by_host_and_port(start, policy, caplog):
+    with caplog.at_level("INFO"), Client(start(policy).url) as client:
+        assert client.metadata
+    assert re.search(r" 127\.0\.0\.1:\d+ connected; open connections: 1\.", f" {caplog.text}")

@@ -54,6 +54,8 @@ class Limits:
         if len(sizes) > 1:
             raise ValueError(f"The limits have different numbers of dimensions: {sorted(sizes)}.")
         self.dim = sizes.pop() if sizes else None
+        # Of the dimensions, for messages, if the policy's metadata hold them.
+        self.names: list[str] = []
         if (self.low > self.high).any():
             raise ValueError(f"low is above high: {self.low} and {self.high}.")
         if (self.max_step < 0).any():
@@ -77,7 +79,11 @@ class Limits:
                 f"action_limits in the policy's metadata is {found!r}; expected a dictionary with "
                 f"{', '.join(_NAMES)}. Correct it, or give the runtime limits of its own."
             )
-        return cls(**found)
+        limits, actions = cls(**found), metadata.get("actions")
+        names = actions.get("names") if isinstance(actions, Mapping) else None
+        if isinstance(names, list) and len(names) == limits.dim:
+            limits.names = [str(name) for name in names]
+        return limits
 
     def widened(self, margin: float = 0.1, steps: float = 1.5, at_least: float = 0.01) -> Limits:
         """Return wider limits. The defaults make limits of the ranges found in training data.
@@ -125,8 +131,9 @@ class Limits:
         )
         change = "" if last is None else f", changing at most {max_step:g} from {before[i]:g}"
         others = f" (and {outside.size - 1} more dimensions)" if outside.size > 1 else ""
+        name = f" ({self.names[i]})" if self.names else ""
         problem = (
-            f"The action's dimension {i} is {wanted[i]:g}{others}; the limits allow "
+            f"The action's dimension {i}{name} is {wanted[i]:g}{others}; the limits allow "
             f"{low:g} … {high:g}{change}"
         )
         if self.on_violation == "stop":

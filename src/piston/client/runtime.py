@@ -177,7 +177,7 @@ class Summary:
 
     def __str__(self) -> str:
         return (
-            f"{self.num_steps} steps in {self.num_episodes} episodes at {self.achieved_hz:.1f} Hz; "
+            f"{self.num_steps} steps, episodes: {self.num_episodes}, {self.achieved_hz:.1f} Hz; "
             f"ended by: {self.ended_by}\n"
             f"overruns: {self.num_overruns} (worst {1e3 * self.worst_overrun:.1f} ms), "
             f"{self.num_skipped} steps left out\n"

@@ -16,6 +16,7 @@ import collections
 import functools
 import hashlib
 import logging
+import math
 import re
 import shutil
 from pathlib import Path
@@ -108,7 +109,7 @@ class CachedFrames:
                 f"{free / 1e9:.1f} GB are free. Make room, set PISTON_HOME to a larger disk, or "
                 "train without the cache."
             )
-        logger.info("Decoding frames once into %s (%.1f GB)", folder, num_bytes / 1e9)
+        logger.info("Decoding frames once into %s (%d MB)", folder, math.ceil(num_bytes / 1e6))
         for camera, folder in self.folders.items():
             about = {"data set": str(self.metadata.root.resolve()), "camera": camera}
             write_json(folder / "about.json", {**about, "pixels": self._pixels})

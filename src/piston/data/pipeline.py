@@ -176,7 +176,7 @@ def _require_keys(
     # What is added to the items of a data set.
     added = {"task", "prompt", PADDING_KEY, *(f"{key}_is_pad" for key in actions)}
     found = {*known, *added}
-    taken = [*zip(actions, actions), *(_repacked(config) or {}).items()]
+    taken = [*zip(actions, actions), *(repacked(config) or {}).items()]
     for path, key in taken:
         if key not in found:
             raise unknown_key(
@@ -225,11 +225,11 @@ def advising(config: DataConfig) -> Iterator[None]:
 
 def keys_used(config: DataConfig) -> list[str] | None:
     """Return the data set's keys that the repack transform names; None if they are not known."""
-    repacked = _repacked(config)
-    return None if repacked is None else list(dict.fromkeys(repacked.values()))
+    names = repacked(config)
+    return None if names is None else list(dict.fromkeys(names.values()))
 
 
-def _repacked(config: DataConfig) -> dict[str, str] | None:
+def repacked(config: DataConfig) -> dict[str, str] | None:
     """Return the data set's keys by the names that the repack transform gives them."""
     first = next(iter(config.repack_transforms.inputs), None)
     return flatten_dict(first.structure) if isinstance(first, RepackTransform) else None

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 
 from piston.config import DataConfig
 from piston.data.dataset import LeRobotDataset
-from piston.data.pipeline import PADDING_KEY, PromptFromItem, action_names
+from piston.data.pipeline import PADDING_KEY, PromptFromItem, action_names, repacked
 from piston.progress import shortened
 from piston.report.dataset import data_may_be_missing, held_out_episodes
 from piston.report.markup import Markup, Missing, join, note, picture, table, tag
@@ -92,8 +92,13 @@ def _read_sample(dataset: LeRobotDataset, pipeline: DataConfig, held_out: Sequen
     tasks = (PromptFromItem(),) if pipeline.prompt_from_task else ()
     stages = {"data set": (), "prompt": tasks, **pipeline.input_stages(training=True)}
     trace = follow(stages, {**item, PADDING_KEY: padding})
-    repacked = [step for step in trace if step.stage in ("data set", "prompt", "repack")][-1].data
-    recorded = np.asarray(repacked["actions"], np.float32)
+    own = [step for step in trace if step.stage in ("data set", "prompt", "repack")][-1].data
+    keys = pipeline.action_sequence_keys
+    parts = [np.asarray(item[key], np.float32).reshape(len(padding), -1) for key in keys]
+    recorded = np.concatenate(parts, axis=-1)
+    # The robot's names of what it is told, which it does not send.
+    names = repacked(pipeline) or {key: key for key in keys}
+    told = {PADDING_KEY, *(name for name, key in names.items() if key in keys)}
     return Sample(
         pipeline=pipeline,
         episode=int(item["episode_index"]),
@@ -101,7 +106,7 @@ def _read_sample(dataset: LeRobotDataset, pipeline: DataConfig, held_out: Sequen
         fps=float(dataset.fps),
         held_out=bool(held_out),
         trace=trace,
-        observation={k: v for k, v in repacked.items() if k not in ("actions", PADDING_KEY)},
+        observation={k: v for k, v in own.items() if k not in told},
         recorded=recorded,
         is_real=~padding,
         names=action_names(dataset, pipeline, recorded.shape[-1]),

@@ -50,6 +50,15 @@ _LARGE_REPLY = 64 * 2**10
 _SLOTS = 8
 
 
+def name_of_peer(connection: ServerConnection) -> str:
+    """Return the client's address for a log: `127.0.0.1:44184`."""
+    address = connection.remote_address
+    if not isinstance(address, tuple):
+        return str(address)
+    host, port = address[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 @dataclasses.dataclass(frozen=True)
 class RequestLimits:
     """Bounds of a request that are checked before any other work is done with it."""
@@ -295,7 +304,7 @@ class Session:
             async with self._sending, asyncio.timeout(self.send_timeout):
                 await self.connection.send(reply)
         except TimeoutError:
-            peer = self.connection.remote_address
+            peer = name_of_peer(self.connection)
             logger.warning("%s took nothing for %g s: cut off.", peer, self.send_timeout)
             self.connection.transport.abort()
         except ConnectionClosed:
@@ -333,7 +342,7 @@ class Session:
         """Count and log an error; return the reply that says it."""
         kind, reply = encode_error(error, request_id, debug=self.debug)
         self.metrics.errors[kind] += 1
-        peer = self.connection.remote_address
+        peer = name_of_peer(self.connection)
         if kind == INTERNAL:
             logger.error("The policy failed with a request of %s.", peer, exc_info=error)
         elif not self._has_warned:

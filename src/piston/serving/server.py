@@ -251,7 +251,7 @@ class Server:
         if not set(origins) <= set(self._config.allow_origin):
             found = shortened(", ".join(origins))
             logger.warning(
-                "%s asks for the web page %s: refused.", connection.remote_address, found
+                "%s asks for the web page %s: refused.", protocol.name_of_peer(connection), found
             )
             text = f"The origin {found} is not allowed; the server's option is --allow-origin.\n"
             return connection.respond(HTTPStatus.FORBIDDEN, text)
@@ -261,7 +261,7 @@ class Server:
         if key is not None and not hmac.compare_digest(
             found.encode(errors="surrogateescape"), f"Api-Key {key}".encode()
         ):
-            logger.warning("%s has no valid API key: refused.", connection.remote_address)
+            logger.warning("%s has no valid API key: refused.", protocol.name_of_peer(connection))
             text = "Expected the header `Authorization: Api-Key …`.\n"
             response = connection.respond(HTTPStatus.UNAUTHORIZED, text)
             response.headers["WWW-Authenticate"] = "Api-Key"
@@ -302,7 +302,7 @@ class Server:
             assert idle is not None
             dismissed = self._sessions.pop(idle).dismiss()
             self._handshakes.begin(dismissed, dismissed.transport)
-            logger.info("%s is idle: closed for another robot.", dismissed.remote_address)
+            logger.info("%s is idle: closed for another robot.", protocol.name_of_peer(dismissed))
         self._handshakes.end(connection)
         transport: Any = connection.transport
         if hasattr(transport, "max_size"):
@@ -320,8 +320,8 @@ class Server:
         task = asyncio.current_task()
         assert task is not None
         self._sessions[task] = session
-        peer = connection.remote_address
-        logger.info("%s connected (%d connections).", peer, len(self._sessions))
+        peer = protocol.name_of_peer(connection)
+        logger.info("%s connected; open connections: %d.", peer, len(self._sessions))
         try:
             await session.run(self._metadata, self._warm, self._stopping)
         except Exception:
@@ -330,4 +330,4 @@ class Server:
             self._sessions.pop(task, None)
             self._handshakes.begin(connection, connection.transport)
             self._memory.schedule()
-            logger.info("%s has gone (%d connections).", peer, len(self._sessions))
+            logger.info("%s has gone; open connections: %d.", peer, len(self._sessions))
