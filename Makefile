@@ -14,15 +14,19 @@ LOCK ?=
 # Compiled test files are kept, so that a second run starts at once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup test demo check bench lock stress clean
+# Where `make install` puts a link to the command `piston`: a folder that is in PATH.
+BINDIR ?= $(HOME)/.local/bin
+
+.PHONY: help setup install test demo check bench lock stress clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make test   install and run the whole test suite"
-	@echo "make demo   install and run the main job"
-	@echo "make check  ruff (lint, format) and mypy"
-	@echo "make bench  measure speed (benchmarks/)"
-	@echo "make stress try to break servers and files for about ten minutes (tests/stress/)"
+	@echo "make test     install and run the whole test suite"
+	@echo "make demo     install and run the main job"
+	@echo "make install  install, and link the command piston to $(BINDIR)"
+	@echo "make check    ruff (lint, format) and mypy"
+	@echo "make bench    measure speed (benchmarks/)"
+	@echo "make stress   try to break servers and files for about ten minutes (tests/stress/)"
 
 setup: $(STAMP)
 
@@ -39,6 +43,11 @@ else
 	$(BIN)/pip check
 endif
 	@touch $@
+
+install: setup
+	mkdir -p $(BINDIR)
+	ln -sf $(abspath $(BIN)/piston) $(BINDIR)/piston
+	@case ":$$PATH:" in *":$(BINDIR):"*) ;; *) echo "Add $(BINDIR) to your PATH." ;; esac
 
 # One thread per worker: more threads than cores make everything slower, not faster. A file's tests
 # run in one worker, because they share what is expensive to prepare.

@@ -18,7 +18,10 @@ __all__ = ["__version__", "load_policy"]
 
 def __getattr__(name: str) -> object:
     if name == "load_policy":
-        from piston.inference import load_policy
+        from piston.extras import needed_for
+
+        with needed_for("piston.load_policy"):
+            from piston.inference import load_policy
 
         return load_policy
     raise AttributeError(f"module 'piston' has no attribute {name!r}")

@@ -39,6 +39,7 @@ import filelock
 import fsspec
 from rich import filesize
 
+from piston.extras import missing_package
 from piston.progress import BYTES, Progress, ProgressBar
 
 logger = logging.getLogger(__name__)
@@ -211,11 +212,12 @@ def _download(location: str, target: Path, force: bool) -> None:
         try:
             files = fsspec.filesystem(scheme, skip_instance_cache=True)
         except ImportError as error:
-            package = "'piston[gs]'" if scheme == "gs" else "--upgrade piston"
-            raise ImportError(
-                f"{location} needs a package that is not installed: {error}. "
-                f"Run: pip install {package}\nOr {_instructions(location, target)}"
-            ) from error
+            if scheme != "gs":
+                raise
+            instructions = (
+                f"{missing_package(location, 'gcsfs')}\nOr {_instructions(location, target)}"
+            )
+            raise ImportError(instructions) from error
         info = _ask(location, lambda: files.info(path.rstrip("/")))
         if info["type"] == "directory":
             _download_folder(files, info["name"].rstrip("/"), target, location, force)

@@ -348,3 +348,20 @@ def test_the_server_is_stopped_when_an_evaluation_fails(tmp_path, monkeypatch):
     with pytest.raises(CalledProcessError), job.serve(tmp_path):
         raise CalledProcessError(3, "eval")
     assert ended == ["told", "waited for"]
+
+
+def test_the_short_form_says_what_not_to_expect(tmp_path, monkeypatch, capsys):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "run_stages", stop)
+    assert main(["demo", "--quick", "--out", str(tmp_path / "out")]) == 130
+    assert "No success is to be expected" in " ".join(capsys.readouterr().out.split())
+
+
+def test_what_the_server_logs_does_not_disturb_a_progress_bar(tmp_path, capfd):
+    job = begin(tmp_path, JOB, resume=False)
+    with pytest.raises(CalledProcessError, match="'serve'"), job.serve(tmp_path / "nowhere"):
+        pass
+    assert "nowhere" in (tmp_path / demo.LOG).read_text()
+    assert "error: " in capfd.readouterr().err  # shown where the server does not start

@@ -143,10 +143,10 @@ def test_runs_are_listed(tmp_path, capsys):
         file.write('{"step": 2, "lo')  # at this moment
     assert main(["runs", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    first, second = (line for line in shown.splitlines() if "tiny" in line)
+    first, second = (line for line in shown.splitlines() if "│ tiny" in line)
     assert "6 of 6" in first
     assert f"{losses(tmp_path / 'tiny' / 'first')[-1]:.4f}" in first
-    assert "first/5" in first
+    assert first.split("│")[-2].strip() == "5"
     assert "2 of 2" in second
     assert main(["runs", str(tmp_path / "none")]) == 1
     assert "There are no runs in" in capsys.readouterr().err
@@ -162,16 +162,16 @@ def test_runs_that_are_damaged_are_listed_too(tmp_path, capsys, monkeypatch):
         file.write(b'{"step": 6, "loss": "low"}\n')
     (tmp_path / "tiny" / "changed" / "run.json").write_text('{"num_train_steps": ["6"]}')
     (tmp_path / "tiny" / "cut" / "5" / "model.safetensors").write_bytes(b"")
-    monkeypatch.chdir(tmp_path)  # paths are short, and fit on their lines
+    monkeypatch.chdir(tmp_path)
     assert main(["runs", "."]) == 0
     shown = [line for line in capsys.readouterr().out.splitlines() if "│ tiny" in line]
-    rows = {line.split("│")[2].strip(): line for line in shown}
+    rows = {line.split("│")[1].strip().removeprefix("tiny/"): line for line in shown}
+    newest = {name: line.split("│")[-2].strip() for name, line in rows.items()}
     assert rows.keys() == {"good", "emptied", "changed", "[red]", "cut"}
     assert "6 (run.json is damaged)" in rows["changed"]
     assert "6 of 6" in rows["good"]
     assert "6 (run.json is damaged)" in rows["emptied"]
-    assert "emptied/5" in rows["emptied"]
-    assert "cut/3" in rows["cut"]
+    assert (newest["emptied"], newest["cut"]) == ("5", "3")
     train_loop(tiny(tmp_path, exp_name="emptied", resume=True, num_train_steps=7))
     assert len(losses(tmp_path / "tiny" / "emptied")) == 7
 

@@ -7,7 +7,9 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from piston.cli.console import fail, stdout_closed_early
+import piston
+from piston.cli.console import UsageError, fail, stdout_closed_early
+from piston.extras import needed_for
 from piston.logs import init_logging
 from piston.suggestions import did_you_mean
 
@@ -28,6 +30,7 @@ VERBS = {
     "convert": ("models", "read a checkpoint of any known format and write ours"),
     "client": ("client", "measure the round trip to a policy server (client ping)"),
     "verify": ("models", "replay reference cases and print every error"),
+    "completion": ("completion", "print a script that completes words in your shell"),
 }
 
 
@@ -37,14 +40,21 @@ def main(args: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(_help())
         return 0
+    if words[0] == "--version":
+        print(f"piston {piston.__version__}")
+        return 0
     verb, rest = words[0], words[1:]
     if verb not in VERBS:
         hint = did_you_mean(verb, VERBS)
         return fail(f"No verb is named {verb!r}.{hint}\n\n{_help()}", code=2)
-    module = f"piston.cli.{VERBS[verb][0]}"
-    return run_command(
-        lambda: getattr(importlib.import_module(module), f"run_{verb.replace('-', '_')}")(rest)
-    )
+    return run_command(lambda: find(verb)(rest))
+
+
+def find(verb: str) -> Callable[[Sequence[str]], int | None]:
+    """Return the function of a verb, which takes the words after it."""
+    module = importlib.import_module(f"piston.cli.{VERBS[verb][0]}")
+    run: Callable[[Sequence[str]], int | None] = getattr(module, f"run_{verb.replace('-', '_')}")
+    return run
 
 
 def run_command(command: Callable[[], int | None]) -> int:
@@ -54,13 +64,14 @@ def run_command(command: Callable[[], int | None]) -> int:
         if os.environ.get("PISTON_PRESETS"):
             # Before any verb: a checkpoint names the classes that such a module defines.
             importlib.import_module("piston.presets").import_user_presets()
-        return int(command() or 0)
+        with needed_for("This command"):
+            return int(command() or 0)
     except BrokenPipeError:
         return stdout_closed_early()
     except (ValueError, KeyError, OSError, ImportError) as error:
         if os.environ.get("PISTON_TRACEBACK"):
             raise
-        return fail(error)
+        return fail(error, code=2 if isinstance(error, UsageError) else 1)
     except KeyboardInterrupt as stop:
         return fail("\n".join(["Stopped.", *getattr(stop, "__notes__", [])]), code=130)
 
@@ -69,4 +80,4 @@ def _help() -> str:
     width = max(map(len, VERBS))
     rows = "\n".join(f"  {verb:<{width}}  {what}" for verb, (_, what) in VERBS.items())
     more = "`piston VERB --help` says more; PISTON_TRACEBACK=1 shows where an error arose."
-    return f"usage: piston VERB …\n\n{rows}\n\n{more}"
+    return f"usage: piston VERB … | --version\n\n{rows}\n\n{more}"

@@ -7,16 +7,19 @@ import operator
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
-from rich.table import Table
 
-from piston import presets
+from piston.cli.command import Command, named
 from piston.cli.console import console, fail, table
 from piston.client import Client, Percentiles, ServerError
 from piston.client.examples import example_observation, leaves
-from piston.config import TrainConfig
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from piston.config import TrainConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Ping:
     """
 
     # Name, address, or a whole ws:// or wss:// location.
-    host: Annotated[str, tyro.conf.Positional] = "127.0.0.1"
+    host: Annotated[str, tyro.conf.Positional, named("[HOST]")] = "127.0.0.1"
     # The server's; 8000 where the host names none.
     port: int | None = None
     # Send observations of this preset's robot, for servers that do not say what they expect.
@@ -49,21 +52,22 @@ class Ping:
     ca_file: Path | None = None
 
 
-def run_client(args: list[str]) -> int:
-    """Parse the one sub-command, `ping`; without it, show the help."""
-    settings: Ping = tyro.extras.subcommand_cli_from_dict(
-        {"ping": Ping}, args=args or ["--help"], prog="piston client"
-    )
+def ping(settings: Ping) -> int:
     try:
-        return ping(settings)
+        return _measure(settings)
     except ServerError as error:
         kind = f"an observation of {settings.preset}" if settings.preset else "its own example"
         return fail(f"The server refused {kind}: {error}")
 
 
-def ping(settings: Ping) -> int:
+run_client = Command("client", {"ping": Ping}, ping)
+
+
+def _measure(settings: Ping) -> int:
     if settings.count < 1:
         raise ValueError(f"--count is {settings.count}; expected at least 1.")
+    from piston import presets  # not for --help, which must be quick
+
     observation = example_of(presets.get(settings.preset)) if settings.preset else None
     client = Client(
         settings.host,

@@ -5,17 +5,25 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-from rich.text import Text
+from piston.logs import line_width
+
+if TYPE_CHECKING:  # `fail` works without rich, which is not installed on a robot
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+
+class UsageError(ValueError):
+    """The command line cannot be understood; the command ends with exit code 2."""
 
 
 def console() -> Console:
-    """Wide enough for tables when the output is not a terminal (a log, a pipe)."""
-    return Console(width=None if sys.stdout.isatty() else 140)
+    """Wide enough for every table when the output is not a terminal (a log, a pipe)."""
+    from rich.console import Console
+
+    return Console(width=line_width(sys.stdout) or 160)
 
 
 def table(
@@ -24,17 +32,36 @@ def table(
     *,
     title: str = "",
     right: Collection[str] = (),
+    drop: Sequence[str] = (),
     **options: Any,
 ) -> Table:
     """Return a table to print; the columns in `right` are right-aligned.
 
-    Strings are shown as they are. A word that is longer than its column continues in the next line.
+    Where the table is too wide, columns of `drop` are left out, the first one first, and named
+    below. Strings are shown as they are. The first column holds names, which are never broken; a
+    word elsewhere that is longer than its column continues in the next line.
     """
-    made = Table(title=escape(title) or None, title_justify="left", **options)
-    for column in columns:
-        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    for row in rows:
-        made.add_row(*(escape(cell) if isinstance(cell, str) else cell for cell in row))
+    from rich.markup import escape
+    from rich.measure import Measurement
+    from rich.table import Table
+
+    screen, rows = console(), list(rows)
+    for count in range(len(drop) + 1):
+        left_out = drop[:count]
+        made = Table(title=escape(title) or None, title_justify="left", **options)
+        for index, column in enumerate(columns):
+            justify: Any = "right" if column in right else "left"
+            if column not in left_out:
+                made.add_column(column, justify=justify, overflow="fold", no_wrap=index == 0)
+        for row in rows:
+            cells = (cell for cell, column in zip(row, columns) if column not in left_out)
+            made.add_row(*(escape(cell) if isinstance(cell, str) else cell for cell in cells))
+        unlimited = screen.options.update(max_width=10_000)
+        if Measurement.get(screen, unlimited, made).maximum <= screen.width:
+            break
+    if left_out:
+        made.caption_justify = "left"
+        made.caption = f"A wider terminal also shows: {', '.join(left_out)}."
     return made
 
 

@@ -1,46 +1,43 @@
-"""`piston data check|info|convert`: check a data set, show what it holds, convert it to v3.0."""
+"""`piston data check|info|convert`: check a data set, show what it holds, convert it to v3.0.
+
+What reads data sets is imported where it is used: --help does without.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
+from piston.cli.command import Command, named
 from piston.cli.console import console, table
-from piston.data.aloha_hdf5 import SUFFIXES, convert_aloha_hdf5
-from piston.data.check import check_dataset, readable_cameras, readable_episodes, usable
-from piston.data.convert import convert_to_v30
-from piston.data.format import locate
-from piston.data.metadata import Metadata
-from piston.data.problems import ProblemGroup, grouped
 from piston.progress import ProgressBar
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from piston.data.problems import ProblemGroup
 
 _HDF5_FPS = 50.0
 _COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
 
 
-def run_data(args: list[str]) -> int:
-    """Parse and run one sub-command; without any, show the help."""
-    code: int = tyro.extras.subcommand_cli_from_dict(
-        {"check": _check, "info": _info, "convert": _convert},
-        args=args or ["--help"],
-        prog="piston data",
-    )
-    return code
-
-
-def _check(path: Annotated[str, tyro.conf.Positional]) -> int:
-    """Read a whole data set, show everything that is wrong with it and what follows from that.
+def _check(path: Annotated[str, tyro.conf.Positional, named("DATASET")]) -> int:
+    """Read a whole data set; show what is wrong with it and what follows from that.
 
     Args:
         path: A folder, owner/name on the Hugging Face hub, or hf://…
     """
+    from piston.data.check import check_dataset, readable_cameras, readable_episodes, usable
+    from piston.data.format import locate
+    from piston.data.metadata import Metadata
+    from piston.data.problems import grouped
+
     screen = console()
     with ProgressBar("checking", "frames and rows") as bar:
         problems = check_dataset(path, progress=bar.show)
@@ -56,7 +53,7 @@ def _check(path: Annotated[str, tyro.conf.Positional]) -> int:
     num_read, num_all = len(readable_episodes(metadata, problems)), len(metadata.episodes)
     cameras = ", ".join(readable_cameras(metadata, problems)) or "none"
     what = f"{num_read} of {num_all} episodes, cameras: {cameras}; {counts}"
-    screen.print(f"{escape(path)}: {escape(what)}: {verdict}", soft_wrap=True)
+    screen.print(f"{escape(path)}: {escape(what)}: {verdict}")
     return 0 if ok else 1
 
 
@@ -69,12 +66,15 @@ def _problem_table(groups: Iterable[ProblemGroup]) -> Table:
     return table(("", "where, what, and what follows"), rows, show_lines=True)
 
 
-def _info(path: Annotated[str, tyro.conf.Positional]) -> int:
+def _info(path: Annotated[str, tyro.conf.Positional, named("DATASET")]) -> int:
     """Show episodes, length, features and tasks, from meta/ alone.
 
     Args:
         path: A folder, owner/name on the Hugging Face hub, or hf://…
     """
+    from piston.data.format import locate
+    from piston.data.metadata import Metadata
+
     metadata = Metadata.read(locate(path, only_meta=True), files=False)
     screen = console()
     seconds, robot = metadata.total_frames / metadata.fps, metadata.robot_type or "not given"
@@ -84,18 +84,27 @@ def _info(path: Annotated[str, tyro.conf.Positional]) -> int:
         f"{metadata.fps:g} fps, {seconds / 60:.1f} minutes"
     )
     rows = [
-        (one.name, one.dtype, str(list(one.shape)), str(one.names or "")[:60])
+        (one.name, f"{one.dtype} {list(one.shape)}", _names(one.names))
         for one in metadata.features.values()
     ]
-    screen.print(table(("feature", "dtype", "shape", "names"), rows))
+    screen.print(table(("feature", "type", "names of dimensions"), rows))
     for number, text in metadata.tasks.items():
         screen.print(f"task {number}: {escape(text)}", highlight=False)
     return 0
 
 
+def _names(declared: Any) -> str:
+    """Return the names as text: data sets declare lists, or lists by the name of a group."""
+    if isinstance(declared, dict):
+        return "; ".join(f"{group}: {_names(names)}" for group, names in declared.items())
+    return (
+        ", ".join(map(str, declared)) if isinstance(declared, list | tuple) else str(declared or "")
+    )
+
+
 def _convert(
-    source: Annotated[str, tyro.conf.Positional],
-    target: Annotated[Path, tyro.conf.Positional],
+    source: Annotated[str, tyro.conf.Positional, named("SOURCE")],
+    target: Annotated[Path, tyro.conf.Positional, named("TARGET")],
     /,
     task: str | None = None,
     fps: float = _HDF5_FPS,
@@ -104,7 +113,7 @@ def _convert(
     skip_broken: bool = False,
     overwrite: bool = False,
 ) -> int:
-    """Write LeRobot v2.x or ALOHA's HDF5 episodes as v3.0. The target appears once complete.
+    """Write LeRobot v2.x or ALOHA's HDF5 episodes as a v3.0 data set.
 
     Args:
         source: A LeRobot v2.x set (folder or owner/name), or a folder of ALOHA .hdf5 episodes.
@@ -116,6 +125,10 @@ def _convert(
         skip_broken: Leave out episodes that cannot be read, instead of stopping.
         overwrite: Replace the target if Piston wrote it and it does not contain the source.
     """
+    from piston.data.aloha_hdf5 import SUFFIXES, convert_aloha_hdf5
+    from piston.data.convert import convert_to_v30
+    from piston.data.format import locate
+
     folder = Path(source)
     files = folder.iterdir() if folder.is_dir() else [folder]
     is_hdf5 = any(path.suffix in SUFFIXES for path in files)
@@ -143,3 +156,6 @@ def _convert(
     if conversion.num_retimed:
         screen.print(f"{conversion.num_retimed} episodes got new time stamps (frame / fps).")
     return 0
+
+
+run_data = Command("data", {"check": _check, "info": _info, "convert": _convert})

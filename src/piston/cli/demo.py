@@ -22,27 +22,35 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from subprocess import CalledProcessError, Popen, TimeoutExpired
-from typing import Annotated, Any
+from typing import IO, Annotated, Any
 
 import tyro
 from rich.markup import escape
 
+from piston.cli.command import Command, named
 from piston.cli.console import console, fail, table
-from piston.data import Metadata
 from piston.files import read_json_lines
 from piston.report.timings import LARGEST_PROCESS, Stages, read_stages
 from piston.signals import exit_on_sigterm
-from piston.sim.scores import read_evaluation
 from piston.suggestions import did_you_mean
 
 # Its presence says that a folder is a demo's own, whose contents the next one may delete.
 STATE = "piston-demo.json"
-_CONTENTS = ("data", "assets", "checkpoints", "eval", "cache", "report.html", "animation.webp")
+# What the server of the demo logs.
+LOG = "serve.log"
+_CONTENTS = (
+    *("data", "assets", "checkpoints", "eval", "cache"),
+    *("report.html", "animation.webp", LOG),
+)
 _SECONDS_TO_START, _SECONDS_TO_STOP = 120.0, 60.0
 _QUICK_TRAINING = (
     *("--num-train-steps", "40", "--log-interval", "5", "--ema-decay", "0.8"),
     *("--batch-size", "8", "--noise-draws", "4"),
     *("--lr-schedule.warmup-steps", "5", "--lr-schedule.decay-steps", "40"),
+)
+_QUICK_NOTE = (
+    "--quick shows that every stage works. No success is to be expected: 5 episodes and 40 steps "
+    "are too few to learn the task."
 )
 
 
@@ -94,11 +102,12 @@ PLANS = {
 
 @dataclasses.dataclass(frozen=True)
 class DemoArguments:
-    """Record demonstrations, train a small policy, serve it, let it drive the robot, and report."""
+    """Record demonstrations, train a small policy, serve it, evaluate it, and report."""
 
-    # Which demo.
-    name: Annotated[str, tyro.conf.Positional] = "aloha"
-    # Few episodes and steps: to see that every stage works, in under 90 seconds.
+    # Which demo: aloha or metaworld.
+    name: Annotated[str, tyro.conf.Positional, named("[NAME]")] = "aloha"
+    # Few episodes and steps, in under 90 seconds: to see that every stage works. No success is to
+    # be expected.
     quick: bool = False
     # The folder for everything; what an earlier demo left there is deleted.
     out: Path | None = None
@@ -108,8 +117,7 @@ class DemoArguments:
     resume: bool = False
 
 
-def run_demo(args: list[str]) -> int:
-    arguments = tyro.cli(DemoArguments, args=args, prog="piston demo")
+def demo(arguments: DemoArguments) -> int:
     name = arguments.name
     if name not in PLANS:
         hint = did_you_mean(name, PLANS)
@@ -120,6 +128,8 @@ def run_demo(args: list[str]) -> int:
     description = {"demo": name, "seed": arguments.seed, **dataclasses.asdict(plan)}
     job = begin(out, description, resume=arguments.resume)
     stages, screen = job.stages, console()
+    if arguments.quick:
+        screen.print(_QUICK_NOTE)
     try:
         try:
             with exit_on_sigterm():
@@ -143,19 +153,29 @@ def run_demo(args: list[str]) -> int:
             file=sys.stderr,
         )
         return 130
+    from piston.sim.scores import read_evaluation  # not for --help, which must be quick
+
     for trial in plan.trials:
         evaluation = read_evaluation(out / "eval" / trial)
         asked = "the opposite sentence" if evaluation.opposite else "success"
         screen.print(
             f"{evaluation.task}, {asked}: [bold]{evaluation.success}[/bold] (95 % interval)"
         )
+    if arguments.quick:
+        screen.print(_QUICK_NOTE)
     gigabytes = stages.peak_memory_bytes / 1e9
     screen.print(f"peak memory of {stages.peak_memory_of}: {gigabytes:.2f} GB")
     screen.print(f"see {os.path.relpath(out / 'report.html')}", soft_wrap=True, highlight=False)
     return 0
 
 
+run_demo = Command("demo", DemoArguments, demo)
+
+
 def run_stages(job: Job, plan: DemoPlan, seed: int) -> None:
+    from piston.data import Metadata
+    from piston.sim.scores import read_evaluation
+
     out = job.out
     data, run, page = out / "data", out / "checkpoints" / plan.preset / "demo", out / "report.html"
     evaluations = {name: out / "eval" / name for name in plan.trials}
@@ -252,9 +272,15 @@ class Job:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         deadline = time.monotonic() + _SECONDS_TO_START
-        with self._run("serve", (checkpoint, "--port", port)) as (process, finish):
+        # Its lines would break the progress bar of the evaluation, which is another process.
+        log = self.out / LOG
+        with (
+            log.open("wb") as file,
+            self._run("serve", (checkpoint, "--port", port), file) as (process, finish),
+        ):
             while not _is_healthy(port):
                 if process.poll() is not None:
+                    sys.stderr.write(log.read_text("utf-8", "replace"))
                     raise CalledProcessError(process.returncode or 1, "serve")
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"No server within {_SECONDS_TO_START:.0f} s.")
@@ -264,10 +290,11 @@ class Job:
 
     @contextlib.contextmanager
     def _run(
-        self, stage: str, words: Iterable[Any]
+        self, stage: str, words: Iterable[Any], log: IO[bytes] | None = None
     ) -> Iterator[tuple[Popen[bytes], Callable[[str], None]]]:
         """Start a command; yield its process and the function that takes the stage's result.
 
+        Its messages go to the terminal or to the file `log`.
         When the block is left, the process is ended and the stage is saved.
         """
         command = [stage.split()[0], *map(str, words)]
@@ -275,9 +302,12 @@ class Job:
         screen.rule(f"[bold]{stage}[/bold]", align="left")
         shown = escape(f"piston {shlex.join(command)}")
         screen.print(f"[dim]$ {shown}[/dim]", soft_wrap=True, highlight=False)
+        if log is not None:
+            screen.print(f"[dim]its log: {escape(os.path.relpath(log.name))}[/dim]", soft_wrap=True)
         # Decoded frames too stay in the demo's folder, to be deleted with it.
         environment = {**os.environ, "PISTON_HOME": str(self.out / "cache")}
-        process = Popen([sys.executable, "-P", "-m", "piston.cli", *command], env=environment)
+        words = [sys.executable, "-P", "-m", "piston.cli", *command]
+        process = Popen(words, env=environment, stderr=log)
         began, before = time.monotonic(), self.stages.get(stage)
         try:
             yield process, lambda result: self.stages.add(stage, time.monotonic() - began, result)

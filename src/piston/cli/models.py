@@ -12,8 +12,8 @@ import tyro
 from rich.markup import escape
 from rich.table import Table
 
-from piston import presets
-from piston.cli.console import console, table
+from piston.cli.command import Command, named
+from piston.cli.console import UsageError, console, table
 from piston.models.configs import NamedGemmaSize, NamedVisionSize
 from piston.progress import BYTES, ProgressBar
 
@@ -29,17 +29,9 @@ Format = Literal["piston", "openpi", "openpi-jax", "lerobot"]
 _TRAINING_BYTES = 4 + 4 + 8 + 4
 
 
-def run_convert(args: list[str]) -> None:
-    tyro.cli(_convert, args=args, prog="piston convert")
-
-
-def run_summary(args: list[str]) -> None:
-    tyro.cli(_summary, args=args, prog="piston summary")
-
-
 def _convert(
-    source: Annotated[str, tyro.conf.Positional],
-    target: Annotated[Path, tyro.conf.Positional],
+    source: Annotated[str, tyro.conf.Positional, named("SOURCE")],
+    target: Annotated[Path, tyro.conf.Positional, named("TARGET")],
     to: Format = "piston",
     merge_lora: bool = False,
     dtype: Literal["float32", "bfloat16"] | None = None,
@@ -49,7 +41,7 @@ def _convert(
     action_expert: NamedGemmaSize | None = None,
     asset_id: str | None = None,
 ) -> None:
-    """Write a checkpoint of Piston, openpi (JAX or PyTorch) or LeRobot in another format.
+    """Write a checkpoint of Piston, openpi or LeRobot in another format.
 
     Args:
         source: A folder, a .safetensors file, or a location (gs://, hf://, https://).
@@ -66,7 +58,7 @@ def _convert(
     """
     import torch
 
-    from piston import weights
+    from piston import presets, weights
 
     sizes = {"vision": vision, "vlm": vlm, "action_expert": action_expert}
     with ProgressBar("converting", BYTES) as bar:
@@ -87,13 +79,13 @@ def _convert(
     )
 
 
-def _summary(what: Annotated[str, tyro.conf.Positional]) -> None:
-    """Show what a model is made of, how its tokens attend to each other, and the memory it needs.
+def _summary(what: Annotated[str, tyro.conf.Positional, named("MODEL")]) -> None:
+    """Show a model's parts, how its tokens attend to each other, and its memory.
 
     Args:
         what: A preset's name, or a checkpoint's folder or location.
     """
-    from piston import weights
+    from piston import presets, weights
     from piston.models import masks
 
     if what in presets.names():
@@ -172,8 +164,16 @@ def _bytes(number: float) -> str:
     return f"{number / 1e9:.2f} GB" if number >= 1e8 else f"{number / 1e6:.2f} MB"
 
 
-def run_verify(args: list[str]) -> int:
-    paths = tyro.cli(_paths_argument, args=args, prog="piston verify")
+def _verify(
+    paths: Annotated[tuple[Path, ...], tyro.conf.Positional, named("CASE [CASE …]")],
+) -> int:
+    """Replay reference cases and compare every quantity with its expected value.
+
+    Args:
+        paths: Case folders or files, or folders that hold some.
+    """
+    if not paths:
+        raise UsageError("Name at least one case: piston verify CASE…")
     from piston import verification  # imports torch
 
     cases = [case for path in paths for case in verification.find_cases(path)]
@@ -186,17 +186,6 @@ def run_verify(args: list[str]) -> int:
     return 1 if wrong else 0
 
 
-def _paths_argument(paths: Annotated[tuple[Path, ...], tyro.conf.Positional]) -> tuple[Path, ...]:
-    """Replay reference cases and compare every quantity with its expected value.
-
-    Args:
-        paths: Case folders or files, or folders that hold some.
-    """
-    if not paths:
-        raise ValueError("Name at least one case: piston verify PATH…")
-    return paths
-
-
 def _replay(case: Path) -> list[Quantity]:
     """Print one line per quantity of a case."""
     from piston import verification
@@ -206,11 +195,13 @@ def _replay(case: Path) -> list[Quantity]:
     quantities = []
     for quantity in verification.replay(case):
         quantities.append(quantity)
-        verdict = "[green]ok[/green]" if quantity.ok else "[red]WRONG[/red]"
-        screen.print(
-            f"  {escape(quantity.name):<44} {quantity.error:>10.2e}  "
-            f"tolerance {quantity.tolerance:.0e}  {verdict}  [dim]{escape(quantity.note)}[/dim]",
-            highlight=False,
-            soft_wrap=True,
-        )
+        verdict = "[green]ok   [/green]" if quantity.ok else "[red]WRONG[/red]"
+        numbers = f"error {quantity.error:.2e}, tolerance {quantity.tolerance:.0e}"
+        note = f"  [dim]{escape(quantity.note)}[/dim]" if quantity.note else ""
+        screen.print(f"  {verdict}  {numbers}  {escape(quantity.name)}{note}", highlight=False)
     return quantities
+
+
+run_convert = Command("convert", _convert)
+run_summary = Command("summary", _summary)
+run_verify = Command("verify", _verify)

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.tree import Tree
 
 from piston import presets
+from piston.cli.command import Command, named
 from piston.cli.console import console, table
 from piston.config import DataConfig, TrainConfig
 from piston.models.configs import GemmaSize, VisionSize, size_name
@@ -19,12 +20,10 @@ from piston.robots.description import read_robot, with_robot
 from piston.transforms import Transform
 
 
-def run_presets(args: list[str]) -> None:
-    tyro.cli(_presets, args=args, prog="piston presets")
-
-
 def _presets(
-    name: Annotated[str | None, tyro.conf.Positional] = None, /, robot: Path | None = None
+    name: Annotated[str | None, tyro.conf.Positional, named("[NAME]")] = None,
+    /,
+    robot: Path | None = None,
 ) -> None:
     """List the presets, or show one in full with its transform chain.
 
@@ -33,9 +32,10 @@ def _presets(
         robot: A file that describes a robot, in place of the preset's.
     """
     if name is None:
-        columns = ("name", "model", "robot", "data", "steps", "for")
+        columns = ("name", "model", "horizon", "robot", "data", "steps", "for")
         rows = map(_row, map(presets.get, presets.names()))
-        console().print(table(columns, rows, title="Presets", right=("steps",)))
+        numbers, drop = ("horizon", "steps"), ("data", "horizon", "steps")
+        console().print(table(columns, rows, title="Presets", right=numbers, drop=drop))
         return
     preset = presets.get(name)
     if robot is not None:
@@ -57,8 +57,8 @@ def _row(preset: TrainConfig) -> tuple[str, ...]:
     if data is tyro.MISSING:
         data = "yours: --data.repo-id" if purpose == "training" else "–"
     lora = " LoRA" if model.vlm.lora else ""
-    about = f"{model.family}{lora}, horizon {model.action_horizon}"
-    return preset.name, about, preset.data.robot, data, steps, purpose
+    kind, horizon = f"{model.family}{lora}", str(model.action_horizon)
+    return preset.name, kind, horizon, preset.data.robot, data, steps, purpose
 
 
 def _add_fields(tree: Tree, config: Any) -> None:
@@ -105,3 +105,6 @@ def _chain(data: DataConfig) -> Tree:
             if transforms is not None and not transforms:
                 listed.add("[dim]none[/dim]")
     return tree
+
+
+run_presets = Command("presets", _presets)

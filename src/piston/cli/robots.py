@@ -9,27 +9,22 @@ from typing import Annotated
 
 import tyro
 
+from piston.cli.command import Command, named
 from piston.cli.console import console
-from piston.data.describe import describe_robot
-from piston.data.format import locate
-from piston.data.metadata import Metadata
-from piston.robots.description import read_robot
-
-
-def run_init_robot(args: list[str]) -> None:
-    tyro.cli(_init_robot, args=args, prog="piston init-robot")
 
 
 def _init_robot(
-    path: Annotated[str, tyro.conf.Positional],
+    path: Annotated[str, tyro.conf.Positional, named("DATASET")],
     /,
     output: Path | None = None,
     name: str | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write a file that describes a robot (TOML), guessed from the features of a data set.
+    """Write a file that describes a robot (TOML), guessed from a data set.
 
-    Commands take it as --robot FILE. Check every line: comments say what each one means.
+    Commands take it as --robot FILE.
+
+    Check every line: comments say what each one means.
 
     Args:
         path: A data set: a folder, owner/name on the Hugging Face hub, or hf://…
@@ -37,6 +32,11 @@ def _init_robot(
         name: The robot's name; by default the data set's robot_type, or the data set's name.
         overwrite: Replace the file if it exists.
     """
+    from piston.data.describe import describe_robot
+    from piston.data.format import locate
+    from piston.data.metadata import Metadata
+    from piston.robots.description import read_robot
+
     root = locate(path, only_meta=True)
     metadata = Metadata.read(root, files=False)
     name = name or metadata.robot_type or root.resolve().name
@@ -57,3 +57,6 @@ def _init_robot(
         soft_wrap=True,
         markup=False,
     )
+
+
+run_init_robot = Command("init-robot", _init_robot)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from piston.cli.console import console, table
+from piston.cli.command import Command, named
+from piston.cli.console import UsageError, console, table
 
 
-def run_runs(args: list[str]) -> None:
-    tyro.cli(_runs, args=args, prog="piston runs")
-
-
-def _runs(folder: Annotated[Path, tyro.conf.Positional] = Path("checkpoints")) -> None:
+def _runs(
+    folder: Annotated[Path, tyro.conf.Positional, named("[FOLDER]")] = Path("checkpoints"),
+) -> None:
     """List the runs below a folder.
 
     Args:
@@ -28,7 +28,7 @@ def _runs(folder: Annotated[Path, tyro.conf.Positional] = Path("checkpoints")) -
         raise ValueError(
             f"There are no runs in {folder}. Start one: piston train PRESET --exp-name X"
         )
-    columns = ("preset", "run", "step", "loss", "newest checkpoint")
+    columns = ("preset/run", "step", "loss", "newest checkpoint")
     rows = []
     for run in runs:
         step = "–" if run["step"] is None else f"{run['step'] + 1:,}"
@@ -37,23 +37,27 @@ def _runs(folder: Annotated[Path, tyro.conf.Positional] = Path("checkpoints")) -
         elif run["step"] is not None:
             step += f" of {run['num_train_steps']:,}"
         loss = "–" if run["loss"] is None else f"{run['loss']:.4f}"
-        rows.append((run["preset"], run["name"], step, loss, str(run["checkpoint"] or "none yet")))
-    console().print(table(columns, rows, title=f"Runs in {folder}", right=("step", "loss")))
-
-
-_RUNS = tyro.conf.arg(metavar="RUN [RUN ...]", help_behavior_hint="(required)")
+        newest = "none yet" if run["checkpoint"] is None else run["checkpoint"].name
+        rows.append((f"{run['preset']}/{run['name']}", step, loss, newest))
+    screen = console()
+    title, drop = f"Runs in {folder}", ("loss", "step")
+    screen.print(table(columns, rows, title=title, right=columns[1:], drop=drop))
+    served = [run["checkpoint"] for run in runs if run["checkpoint"] is not None]
+    if served:
+        screen.print(f"Serve one: piston serve {shlex.quote(str(served[-1]))}", soft_wrap=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class ReportArguments:
     """Show a run as one HTML page, or compare several runs on one page.
 
-    The page of a run has its losses, validation error, data set, evaluations, an action chunk,
-    transforms and times. A comparison has results, curves and the settings that differ.
+    One run: losses, validation error, data set, evaluations, chunks, times.
+
+    Several: results, curves and the settings that differ.
     """
 
     # The folder of a run (as `piston runs` lists it), or the folders of several.
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, _RUNS]
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, named("RUN [RUN …]")]
     # Folders that `piston eval --out` wrote; by default those directly below the run.
     eval: tuple[Path, ...] = ()
     # The page; by default report.html in the run's folder, or comparison.html in the folder that
@@ -67,12 +71,11 @@ class ReportArguments:
     policy: bool = True
 
 
-def run_report(args: list[str]) -> None:
-    arguments = tyro.cli(ReportArguments, args=args, prog="piston report")
+def _report(arguments: ReportArguments) -> None:
     if not arguments.runs:
-        raise ValueError("No run is given: piston report RUN. `piston runs` lists them.")
+        raise UsageError("No run is given: piston report RUN. `piston runs` lists them.")
     if len(arguments.runs) > 1 and (arguments.eval or arguments.stages or arguments.animation):
-        raise ValueError(
+        raise UsageError(
             "--eval, --stages and --animation are for the page of one run. A comparison shows the "
             "evaluations that are directly below each run."
         )
@@ -97,3 +100,7 @@ def run_report(args: list[str]) -> None:
     for path in written:
         size = path.stat().st_size / 1e6
         console().print(f"{path} ({size:.1f} MB)", soft_wrap=True, highlight=False)
+
+
+run_runs = Command("runs", _runs)
+run_report = Command("report", ReportArguments, _report)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from piston.cli.command import Command, named
 from piston.serving import ServerConfig, run_server
 
 if TYPE_CHECKING:
@@ -23,10 +24,13 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class ServeArguments:
-    """Serve a policy to robots over a websocket. The `openpi-client` package works unchanged."""
+    """Serve a policy to robots over a websocket.
+
+    The `openpi-client` package works unchanged.
+    """
 
     # A folder that `piston train` wrote, or any checkpoint (folder or location) with --preset.
-    checkpoint: Annotated[str | None, tyro.conf.Positional] = None
+    checkpoint: Annotated[str | None, tyro.conf.Positional, named("[CHECKPOINT]")] = None
     # The robot, for checkpoints that do not say it themselves.
     preset: str | None = None
     # A file that describes the robot, in place of the preset's or for other keys. A checkpoint that
@@ -54,8 +58,7 @@ class ServeArguments:
     server: Annotated[ServerConfig, tyro.conf.arg(name="")] = ServerConfig()
 
 
-def run_serve(args: list[str]) -> None:
-    arguments = tyro.cli(ServeArguments, args=args, prog="piston serve")
+def serve(arguments: ServeArguments) -> None:
     _check(arguments)
     from piston.inference.recording import RecordingPolicy  # imports torch
 
@@ -77,6 +80,9 @@ def run_serve(args: list[str]) -> None:
         # A thread is still inside torch, which would abort an ordinary exit.
         logging.shutdown()
         os._exit(0)
+
+
+run_serve = Command("serve", ServeArguments, serve)
 
 
 def _check(arguments: ServeArguments) -> None:

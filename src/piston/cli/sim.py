@@ -1,7 +1,7 @@
 """`piston record TASK` and `piston eval TASK`: simulated robots, shown by experts or by a policy.
 
 `piston record` ends with 130 or 143 when Ctrl-C or SIGTERM stopped it; what is recorded by then is
-a data set.
+a data set. Simulators and data sets are imported where they are used: --help does without.
 """
 
 from __future__ import annotations
@@ -11,26 +11,22 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from piston.cli.command import Command, named
 from piston.cli.console import console, table
-from piston.data.format import INFO, read_info
 from piston.files import json_line
 from piston.progress import ProgressBar
 from piston.signals import exit_on_sigterm
-from piston.sim.recording import Recording, record
-from piston.sim.rollouts import VideoWriter, evaluate, infer_with_server
-from piston.sim.scores import RESULTS, Evaluation, Outcome, Rate
 
-
-def run_record(args: list[str]) -> None:
-    tyro.cli(_record, args=args, prog="piston record")
+if TYPE_CHECKING:
+    from piston.sim.scores import Evaluation, Outcome
 
 
 def _record(
-    task: Annotated[str, tyro.conf.Positional],
+    task: Annotated[str, tyro.conf.Positional, named("TASK")],
     /,
     episodes: int,
     out: Path,
@@ -39,7 +35,9 @@ def _record(
     pixels: int | None = None,
     codec: Literal["h264", "av1"] = "h264",
 ) -> None:
-    """Record scripted demonstrations as a LeRobot data set; run it again to continue after a stop.
+    """Record scripted demonstrations as a LeRobot data set.
+
+    After a stop, the same command continues.
 
     Args:
         task: For example aloha_transfer_cube, aloha_insertion, metaworld:tiny, metaworld:door-open.
@@ -50,6 +48,9 @@ def _record(
         pixels: Side of the camera images; by default the environment's own.
         codec: h264 is quick to write, av1 is smaller.
     """
+    from piston.data.format import INFO, read_info
+    from piston.sim.recording import Recording, record
+
     began = time.monotonic()
     there = read_info(out)["total_episodes"] if (out / INFO).exists() else 0
     recording = Recording(task, seed, pixels)
@@ -69,7 +70,7 @@ class EvalArguments:
     """Let a policy drive a simulated robot on fixed seeds and count successes."""
 
     # The environment, such as aloha_transfer_cube or metaworld:tiny.
-    task: Annotated[str, tyro.conf.Positional]
+    task: Annotated[str, tyro.conf.Positional, named("TASK")]
     # A checkpoint's folder, or the address of a server (ws://127.0.0.1:8000).
     policy: str
     # Seeds of the initial states, one episode each: a range 0..49 or a list 3,7,9. By default as
@@ -91,8 +92,9 @@ class EvalArguments:
     out: Path = Path("runs/eval")
 
 
-def run_eval(args: list[str]) -> None:
-    arguments = tyro.cli(EvalArguments, args=args, prog="piston eval")
+def _eval(arguments: EvalArguments) -> None:
+    from piston.sim.rollouts import VideoWriter, evaluate, infer_with_server
+
     seeds = _seeds(arguments.seeds, arguments.episodes)
     out = arguments.out
     writer = VideoWriter(out / "videos")
@@ -167,6 +169,8 @@ def _seeds(text: str | None, count: int | None) -> Sequence[int]:
 
 
 def _show(evaluation: Evaluation, out: Path) -> None:
+    from piston.sim.scores import RESULTS, Rate
+
     sentence = ", prompt asks for the opposite" if evaluation.opposite else ""
     screen = console()
     screen.print(f"{evaluation.task}, {evaluation.policy}{sentence}", soft_wrap=True, markup=False)
@@ -181,3 +185,7 @@ def _show(evaluation: Evaluation, out: Path) -> None:
     times = "  ".join(f"{p[1:]} % {ms:.0f} ms" for p, ms in evaluation.latency_ms.items())
     screen.print(f"time per request: {times}")
     screen.print(f"every episode with its seed and initial state: {out / RESULTS}")
+
+
+run_record = Command("record", _record)
+run_eval = Command("eval", EvalArguments, _eval)

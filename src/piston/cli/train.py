@@ -18,11 +18,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import numpy as np
 import tyro
-from rich.table import Table
 from tyro.constructors import (
     ConstructorRegistry,
     StructConstructorSpec,
@@ -31,7 +30,8 @@ from tyro.constructors import (
 )
 
 from piston import presets
-from piston.cli.console import console, fail, table
+from piston.cli.command import parse as parse_words
+from piston.cli.console import UsageError, console, fail, table
 from piston.config import (
     CosineDecaySchedule,
     DataConfig,
@@ -39,14 +39,16 @@ from piston.config import (
     RsqrtDecaySchedule,
     TrainConfig,
 )
-from piston.data.format import dimension_names
-from piston.data.pipeline import keys_used, open_sources, split_sources
-from piston.data.statistics import KeyStatistics, TransformedColumns, compute_statistics
 from piston.progress import ProgressBar
 from piston.robots import RobotInputs
 from piston.robots.description import read_robot, with_robot
 from piston.serialization import RENAMED_FIELDS
 from piston.transforms.normalize import constant_dimensions, write_norm_stats
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from piston.data.statistics import KeyStatistics
 
 SCHEDULES: dict[str, type[LRSchedule]] = {
     "cosine": CosineDecaySchedule,
@@ -62,7 +64,7 @@ _SCHEDULE_HELP = {
 }
 BARS = " ▁▂▃▄▅▆▇█"
 NUM_BINS = 24
-_registry = ConstructorRegistry()
+REGISTRY = ConstructorRegistry()
 
 
 def run_train(args: list[str]) -> int:
@@ -101,26 +103,38 @@ def parse(args: Sequence[str]) -> TrainConfig:
 def _parse(
     prog: str, description: str, args: Sequence[str], make: Callable[[TrainConfig], Any]
 ) -> Any:
-    """Parse the name of a preset and overrides of the fields of `make(preset)`.
-
-    tyro gets only the preset that is named, or all of them for the help: it would look through all
-    for an explanation of an error, which takes seconds, and not suggest the nearest name.
-    """
+    """Parse the name of a preset and overrides of the fields of `make(preset)`."""
     for old, new in RENAMED_FIELDS.items():
         flag, now = old.replace("_", "-"), new.replace("_", "-")
         if any(re.fullmatch(rf"--(data\.)?{flag}(=.*)?", word.replace("_", "-")) for word in args):
-            raise ValueError(f"The option {flag} of version 0.1.0 is named {now} now.")
-    first, robot = next(iter(args), "-"), _robot_given(args)
-    choices = {}
-    for name in presets.names() if first.startswith("-") else [first]:
-        preset = presets.get(name)
-        if robot is not None:
-            preset = with_robot(preset, robot)
-        about = f"{preset.model.family} on {preset.data.robot}, for {presets.purpose(preset)}"
-        choices[name] = (about, make(preset))
-    return tyro.extras.overridable_config_cli(
-        choices, prog=prog, description=description, args=list(args), registry=_registry
+            raise UsageError(f"The option {flag} of version 0.1.0 is named {now} now.")
+    first, *others = args or ["--help"]
+    if first in ("-h", "--help"):
+        print(f"usage: {prog} PRESET [OPTIONS]\n\n{description}\n\npresets:")
+        width = max(map(len, presets.names()))
+        for name in presets.names():
+            print(f"  {name:<{width}}  {_about(presets.get(name))}")
+        print(f"\n`{prog} PRESET --help` lists the options.")
+        raise SystemExit(0)
+    if first.startswith("-"):
+        raise UsageError(f"The preset comes first: {prog} PRESET {shlex.join(args)}")
+    preset, robot = presets.get(first), _robot_given(args)
+    if robot is not None:
+        preset = with_robot(preset, robot)
+    default = make(preset)
+    return parse_words(
+        type(default),
+        others,
+        f"{prog} {first}",
+        default=default,
+        description=f"{description}\n\n{first}: {_about(preset)}",
+        registry=REGISTRY,
+        config=(tyro.conf.AvoidSubcommands,),
     )
+
+
+def _about(preset: TrainConfig) -> str:
+    return f"{preset.model.family} on {preset.data.robot}, for {presets.purpose(preset)}"
 
 
 def _robot_given(args: Sequence[str]) -> RobotInputs | None:
@@ -131,7 +145,7 @@ def _robot_given(args: Sequence[str]) -> RobotInputs | None:
     return None if path is None else read_robot(path)
 
 
-@_registry.struct_rule
+@REGISTRY.struct_rule
 def _schedule_options(info: StructTypeInfo) -> StructConstructorSpec | None:
     """`--lr-schedule KIND`, and as `--lr-schedule.…` the fields of every kind.
 
@@ -157,7 +171,7 @@ def _schedule_options(info: StructTypeInfo) -> StructConstructorSpec | None:
         usable = {field.name for field in dataclasses.fields(chosen)}
         for name in set(given) - usable:
             option = f"--lr-schedule.{name.replace('_', '-')}"
-            raise ValueError(f"{option} is no option of the {chosen.__name__}.")
+            raise ValueError(f"{option} is no option of the {kind or chosen.__name__} schedule.")
         if chosen is type(before):
             return dataclasses.replace(before, **given)
         shared = {"warmup_steps": before.warmup_steps, "peak_lr": before.peak_lr}
@@ -172,10 +186,11 @@ def _schedule_options(info: StructTypeInfo) -> StructConstructorSpec | None:
 
 @dataclasses.dataclass(frozen=True)
 class StatsArguments:
-    """Compute mean, std, q01 and q99 of states and actions after the robot's transforms.
+    """Compute mean, std, q01 and q99 of states and actions.
 
-    They come from the data set's columns; no frame is decoded. They are written as norm_stats.json
-    where the preset expects it.
+    They are those after the robot's transforms. No image is read.
+
+    They are written as norm_stats.json where the preset expects it.
     """
 
     config: Annotated[TrainConfig, tyro.conf.arg(name="")]
@@ -185,16 +200,21 @@ class StatsArguments:
     robot: Path | None = None
 
 
-def run_stats(args: list[str]) -> None:
-    def make(preset: TrainConfig) -> StatsArguments:
-        # A run's name, which statistics do not need.
-        name = "stats" if preset.exp_name is tyro.MISSING else preset.exp_name
-        return StatsArguments(dataclasses.replace(preset, exp_name=name))
+def stats_arguments(preset: TrainConfig) -> StatsArguments:
+    # A run's name, which statistics do not need.
+    name = "stats" if preset.exp_name is tyro.MISSING else preset.exp_name
+    return StatsArguments(dataclasses.replace(preset, exp_name=name))
 
+
+def run_stats(args: list[str]) -> None:
     description = inspect.getdoc(StatsArguments) or ""
-    arguments: StatsArguments = _parse("piston stats", description, args, make)
+    arguments: StatsArguments = _parse("piston stats", description, args, stats_arguments)
     if arguments.max_frames is not None and arguments.max_frames < 1:
         raise ValueError(f"--max-frames is {arguments.max_frames}; expected at least 1.")
+    from piston.data.format import dimension_names
+    from piston.data.pipeline import keys_used, open_sources, split_sources
+    from piston.data.statistics import TransformedColumns, compute_statistics
+
     config, max_frames = arguments.config, arguments.max_frames
     data_config = config.data_config()
     folder = _folder(config, data_config)
@@ -231,7 +251,6 @@ def run_stats(args: list[str]) -> None:
         f"{num_frames:,} of {num_all:,} frames in {seconds:.1f} s; "
         f"{_precision(num_frames, num_all)}. Written: {path}",
         highlight=False,
-        soft_wrap=True,
     )
 
 
@@ -294,9 +313,8 @@ def _table(key: str, found: KeyStatistics, names: Sequence[str]) -> Table:
         numbers = (f"{values[dim]:.4g}" for values in columns.values())
         rows.append([name, *numbers, histogram(found.sample[dim], low[dim], high[dim])])
     title = f"{key}: {found.count:,} values per dimension"
-    made = table(("", *columns, "min … max"), rows, title=title, right=columns)
-    made.columns[-1].no_wrap = True
-    return made
+    drop = ("histogram", "min", "max")
+    return table(("", *columns, "histogram"), rows, title=title, right=columns, drop=drop)
 
 
 def histogram(values: np.ndarray, low: float, high: float) -> str:

@@ -27,6 +27,7 @@ from piston.data.convert import Conversion, convert_each, replacing_options
 from piston.data.features import FrameError
 from piston.data.format import CAMERA_DTYPES
 from piston.data.recorder import Recorder, VideoEncoding
+from piston.extras import needed_for
 from piston.files import atomic_folder, check_new_folder
 from piston.progress import Progress, no_progress
 
@@ -122,10 +123,8 @@ def episode_files(source: str | Path | Sequence[str | Path]) -> list[Path]:
 
 
 def _open_hdf5(path: Path) -> Any:
-    try:
-        h5py = importlib.import_module("h5py")  # an extra that only this function needs
-    except ImportError as error:
-        raise ImportError("HDF5 files need h5py. Install it: pip install 'piston[hdf5]'") from error
+    with needed_for("An HDF5 file"):
+        h5py = importlib.import_module("h5py")
     try:
         return h5py.File(path, "r")
     except OSError as error:

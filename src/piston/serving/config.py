@@ -15,24 +15,24 @@ from piston.serving.protocol import RequestLimits
 
 @dataclasses.dataclass(frozen=True)
 class ServerConfig:
-    # The default is this machine only; "0.0.0.0" lets other machines connect.
+    # The address to listen on. By default only this machine can connect; "0.0.0.0" lets others.
     host: str = "127.0.0.1"
-    # 0 takes any free port.
+    # The port to listen on; 0 takes any free one.
     port: int = 8000
     # What clients are told that they talk to; `piston serve` says the checkpoint.
     name: str | None = None
-    # Clients send it as `Authorization: Api-Key …`; without one everybody may connect. By default
-    # the environment's PISTON_API_KEY. Other users of this machine can see options: prefer the
-    # variable or --api-key-file.
+    # The key that clients must send (`Authorization: Api-Key …`); without one all may connect. By
+    # default the environment's PISTON_API_KEY. Other users of this machine can see options: prefer
+    # the variable or --api-key-file.
     api_key: str | None = dataclasses.field(default=None, repr=False)
     # A file that contains the key.
     api_key_file: Path | None = None
     # Web pages that may connect, such as https://robots.example.com. Browsers send the page's
     # origin with a request, robots' clients send none.
     allow_origin: tuple[str, ...] = ()
-    # Both, or neither; with them clients connect to wss://.
+    # The server's certificate, for connections to wss://; needs --tls-key.
     tls_certificate: Path | None = None
-    # The certificate's private key.
+    # The private key of the certificate.
     tls_key: Path | None = None
     # Requests that share one inference. 1 switches batching off.
     max_batch: int = 8

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
+from piston.extras import needed_for
 from piston.sim.environment import (
     RECORDING_SEEDS,
     Demonstration,
@@ -95,10 +96,5 @@ def _check_name(name: str) -> None:
 
 
 def _simulator(module: str) -> ModuleType:
-    try:
+    with needed_for("The simulator"):
         return importlib.import_module(f"piston.sim.{module}")
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            f"The simulators are not installed (no module {error.name!r}). "
-            "Run: pip install 'piston[sim]'"
-        ) from error

@@ -18,6 +18,7 @@ from PIL import Image
 
 from piston.config import TrainConfig
 from piston.data.pipeline import leave_out
+from piston.extras import missing_package
 from piston.files import json_line, read_json_lines, write_json_lines
 from piston.serialization import to_json
 from piston.training.step import StepOutput, StepResult, Trainer
@@ -75,7 +76,7 @@ def require_installed(config: TrainConfig) -> None:
     """Raise ImportError if a tracker is not installed, before anything slow happens."""
     for name in config.tracking:
         if importlib.util.find_spec(name) is None:
-            raise ImportError(f"--tracking {name} needs {name}. Run: pip install 'piston[track]'")
+            raise missing_package(f"--tracking {name}", name)
 
 
 def check_logins(config: TrainConfig) -> None:

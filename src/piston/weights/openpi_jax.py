@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from piston.extras import needed_for
 from piston.files import write_json
 from piston.models.configs import GemmaSize, ModelConfig
 from piston.progress import Progress, no_progress
@@ -231,13 +232,9 @@ def _name_errors(what: str) -> Iterator[None]:
 
 
 def _import_tensorstore() -> Any:
-    try:
+    with needed_for("A checkpoint of openpi's JAX trainer"):
         import tensorstore
-    except ImportError as error:
-        raise ImportError(
-            "Checkpoints of openpi's JAX trainer need tensorstore, which is not installed. "
-            "Run: pip install 'piston[jax-weights]'"
-        ) from error
+
     return tensorstore
 
 

@@ -1,0 +1,47 @@
+"""Optional packages: which extra of Piston brings a package, and how to install it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+
+# The packages that each extra adds to those of `full`, by the names under which they are imported.
+_PACKAGES = {
+    "sim": ("mujoco", "dm_control", "gymnasium", "gym_aloha", "metaworld"),
+    "track": ("wandb", "tensorboard"),
+    "jax-weights": ("tensorstore",),
+    "hdf5": ("h5py",),
+    "gs": ("gcsfs",),
+    "full": (
+        *("PIL", "av", "filelock", "fsspec", "huggingface_hub", "jaxtyping", "pyarrow", "rich"),
+        *("safetensors", "sentencepiece", "tokenizers", "torch", "tyro"),
+    ),
+}
+_EXTRAS = {package: extra for extra, packages in _PACKAGES.items() for package in packages}
+
+
+def missing_package(what: str, package: str) -> ImportError:
+    """Return the error for `what`, which needs a package that is not installed."""
+    python, here = sys.executable, os.path.join(os.getcwd(), "")  # noqa: PTH109, PTH118
+    command = (
+        f"{shlex.quote(python.removeprefix(here))} -m pip install 'piston[{_EXTRAS[package]}]'"
+    )
+    return ImportError(f"{what} needs {package}, which is not installed. Run: {command}")
+
+
+@contextlib.contextmanager
+def needed_for(what: str) -> Iterator[None]:
+    """Name the extra and the command if an import in this block lacks an optional package.
+
+    Any other module that is missing stays a ModuleNotFoundError.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRAS:
+            raise
+        raise missing_package(what, package) from error
