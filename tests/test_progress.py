@@ -92,7 +92,8 @@ def test_numbers_are_there_on_any_terminal(capsys, monkeypatch, width) -> None:
 
 
 @pytest.mark.usefixtures("terminal")
-def test_log_lines_stay_above_the_bar(capsys) -> None:
+@pytest.mark.parametrize("line", ["the line went dead", f"/tmp/{'long/' * 30}first_batch.png"])
+def test_log_lines_stay_above_the_bar_and_paths_whole(capsys, line) -> None:
     root, handler = logging.getLogger(), logging.StreamHandler(sys.stderr)
     root.addHandler(handler)
     before = handler.stream
@@ -100,13 +101,13 @@ def test_log_lines_stay_above_the_bar(capsys) -> None:
         with ProgressBar("model", "files", 50, after=0) as bar:
             bar.advance(1)
             bar._bar.refresh()
-            logging.getLogger("piston").warning("the line went dead")
+            logging.getLogger("piston").warning(line)
             bar._bar.refresh()
         assert handler.stream is before
     finally:
         root.removeHandler(handler)
-    lines = [line.rpartition("\r")[2] for line in _plain(capsys.readouterr().err).split("\n")]
-    assert "the line went dead" in [line.strip() for line in lines]
+    lines = [one.rpartition("\r")[2] for one in _plain(capsys.readouterr().err).split("\n")]
+    assert line in [one.strip() for one in lines]
 
 
 def _plain(text: str) -> str:

@@ -59,7 +59,8 @@ class ProgressBar:
         self._done = self._before = done
         self._begun = self._logged = time.monotonic()
         self._lock = threading.Lock()
-        self._console = Console(stderr=True)
+        # Soft wrap: log lines above the bar may hold paths that are longer than a line.
+        self._console = Console(stderr=True, soft_wrap=True)
         self._bar: progress.Progress | None = None
         self._handlers: list[logging.StreamHandler[Any]] = []
 

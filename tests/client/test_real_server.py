@@ -223,7 +223,7 @@ def test_ping_shows_what_the_policy_expects(capsys, monkeypatch):
 EACH_ROBOT = {
     type(preset.data).__name__: name
     for name in presets.names()
-    if (preset := presets.get(name)).data.robot not in ("fake", "yours: --robot")
+    if (preset := presets.get(name)).data.robot not in ("fake", "your robot (--robot)")
 }
 
 
@@ -248,5 +248,5 @@ def test_the_example_observation_of_every_robot_is_answered(preset):
 def test_every_preset_of_a_robot_has_an_example():
     for name in presets.names():
         preset = presets.get(name)
-        if preset.data.robot not in ("fake", "yours: --robot"):
+        if preset.data.robot not in ("fake", "your robot (--robot)"):
             assert example_of(preset)

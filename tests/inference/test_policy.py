@@ -339,7 +339,7 @@ def test_nonsense_in_a_request_is_named(aloha, request_keys, message):
 
 @pytest.mark.parametrize("name", [n for n in presets.names() if "debug" not in n])
 def test_every_preset_with_a_robot_can_be_wired(name):
-    robot = UR5 if presets.get(name).data.robot == "yours: --robot" else None
+    robot = UR5 if presets.get(name).data.robot == "your robot (--robot)" else None
     metadata = random_policy(name, robot=robot).metadata
     assert metadata["robot"] == ("UR5" if robot else presets.get(name).data.robot)
 

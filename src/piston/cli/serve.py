@@ -38,7 +38,8 @@ class ServeArguments:
     robot: Path | None = None
     # Serve a tiny model with random weights for the preset's robot, to try the wiring.
     random_weights: bool = False
-    # What weights are held in; by default as they are stored. int8 is for CPUs.
+    # What weights are held in; by default as they are stored. int8, on CPUs only,
+    # takes least memory; it may be slower.
     dtype: Literal["float32", "bfloat16", "int8"] | None = None
     # cpu, cuda, cuda:1 …; by default a GPU where there is one.
     device: str | None = None

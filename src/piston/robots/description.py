@@ -54,7 +54,7 @@ class DescribedRobotDataConfig(RobotDataConfig):
 
     @property
     def robot(self) -> str:
-        return "yours: --robot" if self.description is None else self.description.name
+        return "your robot (--robot)" if self.description is None else self.description.name
 
 
 def with_robot(config: TrainConfig, robot: RobotInputs) -> TrainConfig:
