@@ -364,7 +364,7 @@ def test_waiting_for_another_thread_s_request_is_bounded_too(start_server):
         release.set()
 
 
-def test_close_wakes_a_waiting_request(start_server):
+def test_close_wakes_a_waiting_request(start_server, caplog):
     release = threading.Event()
     server = start_server(lambda *_: release.wait(20))
     client = Client("127.0.0.1", server.port, timeout=20)
@@ -374,6 +374,7 @@ def test_close_wakes_a_waiting_request(start_server):
         time.sleep(0.1)
         client.close()
         assert isinstance(waiting.exception(timeout=5), ConnectionLost)
+    assert "Asking again" not in caplog.text
     with pytest.raises(ConnectionLost, match="closed"):
         client.infer({"n": 1})
     client.close()

@@ -56,3 +56,4 @@ def test_percentiles_are_milliseconds():
     assert math.isclose(found.worst, 100.0)
     assert "median 50.50 ms" in str(found)
     assert math.isnan(Percentiles.of([]).p50)
+    assert str(Percentiles.of([])) == "nothing to measure"

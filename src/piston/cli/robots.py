@@ -50,7 +50,7 @@ def _init_robot(
     screen = console()
     cameras = ", ".join(f"{key} → {slot}" for key, slot in robot.cameras.items()) or "none"
     relative = f"{len(robot.relative)} of {robot.action_dim} action dimensions are relative"
-    screen.print(f"{file}: cameras {cameras}; {relative}.", soft_wrap=True, markup=False)
+    screen.print(f"{file}: cameras {cameras}; {relative}.", markup=False)
     screen.print(
         "Check it, then: piston stats tiny_robot "
         f"--robot {shlex.quote(str(file))} --data.repo-id {shlex.quote(path)}",

@@ -154,6 +154,8 @@ class Client:
             except ReplyTimeout:
                 raise
             except ConnectionLost as error:
+                if self._closed.is_set():  # by `close` in another thread
+                    raise
                 # Asking twice does no harm, and most often the server has only been restarted.
                 logger.warning("%s Asking again.", error)
                 return self._ask(self._connected(deadline), observation, deadline)

@@ -132,6 +132,8 @@ class Percentiles(NamedTuple):
         return cls(*map(float, np.percentile(1e3 * np.asarray(seconds), [50, 90, 99, 100])))
 
     def __str__(self) -> str:
+        if math.isnan(self.p50):
+            return "nothing to measure"
         names = ("median", "90 %", "99 %", "worst")
         return ", ".join(f"{name} {value:.2f} ms" for name, value in zip(names, self, strict=True))
 
