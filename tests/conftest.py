@@ -16,6 +16,9 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("piston")
 
+# Workers of pytest-xdist have the terminal's width in this variable; output is tested without one.
+os.environ.pop("COLUMNS", None)
+
 # A shell that runs the tests in the background makes all processes ignore Ctrl-C; tests send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -314,7 +314,7 @@ def test_the_check_has_one_row_for_each_kind_of_problem(tmp_path, capsys, monkey
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["data", "check", str(folder.root)]) == 0
     out = capsys.readouterr().out
-    assert "1 warning, 1 note: training can use it" in out
+    assert "1 warning, 1 note: training can use it" in " ".join(out.split())
     assert f"5 episodes: 0–4; {TOP}" in out
     assert "has 1 frames, 6 are needed" in out
     assert "4 episodes: 5, 7, 9, 11" in out

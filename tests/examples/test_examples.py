@@ -74,7 +74,7 @@ def server():
 def test_robot_client(server, tmp_path):
     options = ("--prompt", "transfer the cube", "--hz", 20, "--seconds", 1.5, "--max-step", 0.01)
     shown = run("robot_client.py", server, *options, folder=tmp_path)
-    assert "30 steps in 1 episodes" in shown
+    assert "30 steps, episodes: 1" in shown
     assert "ended by: done" in shown
     # Random weights ask for larger steps.
     assert "clamped to the limits: 0 steps" not in shown
@@ -86,7 +86,7 @@ def test_aloha_real(server, tmp_path):
     options = ("--prompt", "fold the towel", "--seconds", 0.5)
     environment = {"PYTHONPATH": path, "FAKE_ARM_LOG": str(log)}
     shown = run("aloha_real.py", server, *options, folder=tmp_path, **environment)
-    assert "25 steps in 1 episodes" in shown
+    assert "25 steps, episodes: 1" in shown
     assert "ended by: done" in shown
     commands = [json.loads(line) for line in log.read_text("utf-8").splitlines()]
     for name in ("puppet_left", "puppet_right"):
@@ -177,5 +177,5 @@ def test_own_robot_from_nothing(tmp_path, monkeypatch):
     with running_server(policy) as server:
         shown = run("own_robot.py", "drive", server.url, *task, *SHORT, folder=tmp_path)
     assert "a policy for my_arm, 20 Hz" in shown
-    assert "20 steps in 1 episodes" in shown
+    assert "20 steps, episodes: 1" in shown
     assert "ended by: done" in shown

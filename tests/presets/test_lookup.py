@@ -156,7 +156,9 @@ def test_files_beside_a_checkpoint_are_never_imported(tmp_path, how):
     # A preset that imports what is not installed does not find it in the current folder.
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "mine.py").write_text("import evil_presets\n")
-    paths = os.pathsep.join([str(tmp_path / "modules"), os.environ.get("PYTHONPATH", "")])
+    # An empty entry in PYTHONPATH would be the current folder.
+    before = filter(None, [os.environ.get("PYTHONPATH")])
+    paths = os.pathsep.join([str(tmp_path / "modules"), *before])
     if how:  # `python -m` itself, not Piston, puts the current folder first
         message = run("presets", PISTON_PRESETS="mine", PYTHONPATH=paths)
         assert "No module named 'evil_presets'" in message

@@ -258,19 +258,19 @@ def test_the_data_set(whole):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "code", "message"),
     [
-        ([], "No run is given"),
-        (["{run}", "{run}"], "A run is given twice"),
-        (["{run}", "{root}", "--eval", "{root}/eval"], "for the page of one run"),
-        (["{root}"], "no run of `piston train`"),
-        (["{run}/3"], "It is a checkpoint: give its run"),
-        (["{run}", "--eval", "{root}"], "holds no results.json"),
-        (["{run}", "--stages", "{run}/run.json", "--no-policy"], "no list of stages"),
+        ([], 2, "No run is given"),
+        (["{run}", "{run}"], 1, "A run is given twice"),
+        (["{run}", "{root}", "--eval", "{root}/eval"], 2, "for the page of one run"),
+        (["{root}"], 1, "no run of `piston train`"),
+        (["{run}/3"], 1, "It is a checkpoint: give its run"),
+        (["{run}", "--eval", "{root}"], 1, "holds no results.json"),
+        (["{run}", "--stages", "{run}/run.json", "--no-policy"], 1, "no list of stages"),
     ],
 )
-def test_what_cannot_be_shown_says_what_to_do(words, message, root, run, capsys):
-    assert main(["report", *(word.format(root=root, run=run) for word in words)]) == 1
+def test_what_cannot_be_shown_says_what_to_do(words, code, message, root, run, capsys):
+    assert main(["report", *(word.format(root=root, run=run) for word in words)]) == code
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error

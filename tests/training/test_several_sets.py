@@ -96,10 +96,10 @@ def validated(monkeypatch):
     seen = []
     original = loop.validate
 
-    def note(trainer, samples):
+    def note(trainer, samples, names):
         places = [samples[index] for index in range(len(samples))]
         seen[:] = [(int(one["set_index"]), int(one["episode_index"])) for one in places]
-        return original(trainer, samples)
+        return original(trainer, samples, names)
 
     monkeypatch.setattr(loop, "validate", note)
     return seen
