@@ -3,6 +3,8 @@
 import os
 import signal
 import subprocess
+import time
+from multiprocessing import forkserver, resource_tracker
 
 import pytest
 
@@ -40,7 +42,9 @@ def _descendants(pid):
 
 
 def test_signals_to_all_processes_leave_the_data_alone():
-    """As torchrun and clusters send them."""
+    """As torchrun and clusters send them, to a process that has not used multiprocessing before."""
+    forkserver._forkserver._stop()
+    resource_tracker._resource_tracker._stop()
     data = FakeDataset(PI0)
     with Loader(data, Order(data, 4), num_workers=1) as loader:
         next(loader)
@@ -50,5 +54,6 @@ def test_signals_to_all_processes_leave_the_data_alone():
                     os.kill(pid, number)
                 except ProcessLookupError:  # `ps` itself
                     continue
+        time.sleep(0.2)
         for _ in range(6):
             next(loader)

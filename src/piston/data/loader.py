@@ -25,7 +25,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from multiprocessing import connection, forkserver, reduction
+from multiprocessing import connection, forkserver, reduction, resource_tracker
 from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]
 from typing import Any, Self
 
@@ -251,6 +251,7 @@ class Loader(Iterator[Batch]):
     def _start_workers(self) -> None:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload([__name__])  # imports torch once, not in every worker
+        resource_tracker.ensure_running()  # unblocks signals where it has to start the tracker
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
         try:
             forkserver.ensure_running()  # inherits that these signals are blocked
