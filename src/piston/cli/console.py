@@ -20,10 +20,11 @@ class UsageError(ValueError):
 
 
 def console() -> Console:
-    """Wide enough for every table when the output is not a terminal (a log, a pipe)."""
+    """In a log or a pipe, tables have up to 160 columns and sentences are not broken."""
     from rich.console import Console
 
-    return Console(width=line_width(sys.stdout) or 160)
+    width = line_width(sys.stdout)
+    return Console(width=width or 160, soft_wrap=width is None)
 
 
 def table(
