@@ -21,6 +21,7 @@ ROWS = (
     ("presets",),
     ("training", "inference"),
     ("serving", "sim"),
+    ("inspection",),
     ("verification", "report"),
     ("cli",),
 )

@@ -62,6 +62,7 @@ class Policy:
         if rtc_jacobian not in get_args(Jacobian):
             raise ValueError(f"rtc_jacobian is {rtc_jacobian!r}; it is {get_args(Jacobian)}.")
         self.model = model.eval()
+        self.data = data
         self.num_steps = num_steps
         self._jacobian: Jacobian = rtc_jacobian
         self._stride = data.action_stride
@@ -214,10 +215,11 @@ class Policy:
         else:
             actions = self.model.act(observation)
         chunks = actions.cpu().numpy()  # waits until the device has finished
-        return [
-            dict(self._to_robot({"state": one["state"], "actions": chunk}))
-            for one, chunk in zip(prepared, chunks, strict=True)
-        ]
+        return [self.to_robot(one, chunk) for one, chunk in zip(prepared, chunks, strict=True)]
+
+    def to_robot(self, prepared: Data, chunk: np.ndarray) -> dict[str, Any]:
+        """Return what the robot gets for a chunk of the model, or for its tokens."""
+        return dict(self._to_robot({"state": prepared["state"], "actions": chunk}))
 
     def _guidance(self, prepared: Sequence[Data]) -> Guidance:
         requests = [one["rtc"] for one in prepared]

@@ -206,24 +206,32 @@ class Pi0(Model):
         """Integrate the velocity from noise to actions, in 10 steps by default."""
         if options.temperature:
             raise ValueError(f"{self.config.family} decodes no tokens: it can use no temperature.")
-        noise, num_steps, batch = options.noise, options.num_steps or 10, observation.batch_size
+        noise, batch = options.noise, observation.batch_size
         if noise is None:
             drawn = self.draw(batch, generator=options.generator)["noise"]
             noise = drawn[:, 0].to(observation.device)
-        candidates, guidance = noise.shape[1:-2], options.guidance
+        candidates = noise.shape[1:-2]
         self._check_chunk("noise", noise, (batch, *candidates))
         cache = self.prefill(observation)
         if candidates:
-            cache = cache.repeat(candidates[0])
-            guidance = None if guidance is None else guidance.repeat(candidates[0])
+            cache, guidance = cache.repeat(candidates[0]), options.guidance
+            repeated = None if guidance is None else guidance.repeat(candidates[0])
+            options = dataclasses.replace(options, guidance=repeated)
+        start = noise.flatten(0, 1) if candidates else noise
+        return self.denoise(cache, start, options).view(noise.shape)
+
+    def denoise(
+        self, cache: PrefixCache, noise: Float[Tensor, "b h a"], options: ActOptions
+    ) -> Actions:
+        """Return the actions that the noise becomes, for prefixes that were processed before."""
+        num_steps = options.num_steps or 10
         condition = self.condition(1 - torch.arange(num_steps, device=noise.device) / num_steps)
 
         def velocity(actions: Actions, step: int) -> Actions:
             return self.velocity(actions, condition.at(step), cache)
 
-        start = noise.flatten(0, 1) if candidates else noise
         visit = options.visit or (lambda _: None)
-        return integrate(velocity, start, num_steps, guidance, visit).view(noise.shape)
+        return integrate(velocity, noise, num_steps, options.guidance, visit)
 
     def prefill(self, observation: Observation) -> PrefixCache:
         """Run images and prompt through the VLM; the cache has room for the suffix behind them."""

@@ -1,0 +1,154 @@
+"""Frames of a data set as a robot would send them to a policy, with what was recorded after them.
+
+Dims: h steps of a chunk, a action dim.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from piston.config import DataConfig
+from piston.data.dataset import LeRobotDataset
+from piston.data.pipeline import PADDING_KEY, PromptFromItem, action_names, open_source, repacked
+from piston.inference.policy import Policy
+from piston.transforms import Data, compose, flatten_dict
+
+
+class StateDim(NamedTuple):
+    """One number of the state: its name, the observation's key that has it, and where in it."""
+
+    name: str
+    key: str
+    position: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """One moment of an episode."""
+
+    episode: int
+    frame: int
+    # In the robot's own keys, with the prompt.
+    observation: Data
+    # What the robot did from here on, in its own units; past the episode's end it is made up.
+    recorded: Float[np.ndarray, "h a"]
+    is_real: Bool[np.ndarray, " h"]
+
+    @property
+    def prompt(self) -> str:
+        return str(self.observation.get("prompt", ""))
+
+
+class Frames:
+    """`frames[episode, frame]`: the episode's number in the data set, and the frame in it."""
+
+    def __init__(self, source: LeRobotDataset, pipeline: DataConfig) -> None:
+        self.source, self.pipeline = source, pipeline
+        tasks = (PromptFromItem(),) if pipeline.prompt_from_task else ()
+        self._repack = compose((*tasks, *pipeline.repack_transforms.inputs))
+        keys = pipeline.action_sequence_keys
+        names = repacked(pipeline) or {key: key for key in keys}
+        # What the robot is told, which it does not send.
+        self._told = {PADDING_KEY, *(name for name, key in names.items() if key in keys)}
+        bounds = zip(source.episodes, source.episode_bounds.tolist())
+        self._bounds = {episode.index: (begin, end) for episode, (begin, end) in bounds}
+        dim = sum(int(np.prod(source.metadata.features[key].shape)) for key in keys)
+        self.action_names = action_names(source, pipeline, dim)
+
+    @classmethod
+    def open(cls, policy: Policy, repo_id: str | Path, episodes: str | None = None) -> Frames:
+        """Open a data set of the policy's robot.
+
+        Raises KeyError or ValueError if it does not have what the policy's pipeline takes from it.
+        """
+        pipeline = dataclasses.replace(
+            policy.data,
+            repo_id=str(repo_id),
+            episodes=episodes,
+            extra_datasets=(),
+            set_shares=(),
+            not_readable=None,
+        )
+        return cls(open_source(pipeline, policy.model.config), pipeline)
+
+    @property
+    def episodes(self) -> dict[int, int]:
+        """The number of frames of each episode."""
+        return {index: end - begin for index, (begin, end) in self._bounds.items()}
+
+    @property
+    def fps(self) -> float:
+        return self.source.fps
+
+    def __getitem__(self, place: tuple[int, int]) -> Frame:
+        episode, number = place
+        if episode not in self._bounds:
+            known = f"{min(self._bounds)} to {max(self._bounds)}"
+            raise LookupError(f"There is no episode {episode}; the data set has {known}.")
+        begin, end = self._bounds[episode]
+        if not 0 <= number < end - begin:
+            raise LookupError(
+                f"Episode {episode} has no frame {number}; it has 0 to {end - begin - 1}."
+            )
+        item = self.source[begin + number]
+        keys = self.pipeline.action_sequence_keys
+        padding = np.asarray(item[f"{keys[0]}_is_pad"])
+        own = self._repack({**item, PADDING_KEY: padding})
+        parts = [np.asarray(item[key], np.float32).reshape(len(padding), -1) for key in keys]
+        return Frame(
+            episode=episode,
+            frame=number,
+            observation={key: value for key, value in own.items() if key not in self._told},
+            recorded=np.concatenate(parts, axis=-1),
+            is_real=~padding,
+        )
+
+    def spread_out(self, count: int) -> list[tuple[int, int]]:
+        """Return places from as many episodes as possible, at varying moments in them."""
+        episodes = list(self._bounds)
+        chosen = np.linspace(0, len(episodes) - 1, min(count, len(episodes))).round().astype(int)
+        places = []
+        for number in range(count):
+            episode = episodes[chosen[number % len(chosen)]]
+            begin, end = self._bounds[episode]
+            # The golden ratio spreads any number of moments evenly over the episodes' lengths.
+            share = (0.5 + number * 0.6180339887) % 1
+            places.append((episode, int(share * (end - begin))))
+        return sorted(set(places))
+
+
+def state_dims(policy: Policy, observation: Mapping[str, Any]) -> list[StateDim]:
+    """Return the numbers of an observation's state, in the policy's order."""
+    described = policy.metadata.get("observation", {})
+    vectors = {
+        key: np.asarray(value)
+        for key, value in observation.items()
+        if not isinstance(value, str | Mapping) and np.ndim(value) <= 1
+    }
+    known = [key for key in described if key in vectors]
+    dims: list[StateDim] = []
+    for key in (*known, *(key for key in vectors if key not in known)):
+        names = described.get(key, {}).get("names")
+        for position in range(vectors[key].size):
+            name = names[position] if names else f"state_{len(dims)}"
+            dims.append(StateDim(name, key, position))
+    return dims
+
+
+def camera_names(policy: Policy) -> dict[str, str]:
+    """Return the robot's name of the camera in each slot of the model; unknown ones are left out.
+
+    Slots without a camera of this robot are not among them.
+    """
+    described = flatten_dict(policy.metadata.get("observation", {}))
+    return {
+        slot: path.removesuffix("/slot").removeprefix("images/")
+        for path, slot in described.items()
+        if path.endswith("/slot")
+    }
