@@ -1,0 +1,46 @@
+"""What all answers have in common: verdicts, and numbers as JSON for scripts and the page."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+_DIGITS = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """One conclusion in a sentence, with the number that it rests on and the limit it was held to.
+
+    A `problem` is something to mend; a `remark` is worth knowing and may be intended.
+    """
+
+    # For scripts: stays the same between versions, such as "camera-ignored".
+    kind: str
+    # Which camera, dimension, word …
+    subject: str
+    severity: Literal["problem", "remark"]
+    sentence: str
+    number: float
+    threshold: float
+
+
+def as_json(value: Any) -> Any:
+    """Return dataclasses as objects and arrays as lists, with six digits; null is not a number."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {
+            field.name: as_json(getattr(value, field.name)) for field in dataclasses.fields(value)
+        }
+    if isinstance(value, np.ndarray | np.generic):
+        return as_json(value.tolist())
+    if isinstance(value, Mapping):
+        return {str(key): as_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(item) for item in value]
+    if isinstance(value, float):
+        return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None
+    return value
