@@ -4,9 +4,25 @@ policy = load_policy("checkpoints/…/1499")
 frames = Frames.open(policy, "data/my_set")
 probe = Probe(policy)
 chunks = probe.chunks(frames[0, 25], [Intervention(), Intervention(off=("base_0_rgb",))])
+found = influence(probe, frames, frames.spread_out(10))
+verdicts = influence_verdicts(found)
 """
 
 from piston.inspection.frames import Frame, Frames
+from piston.inspection.influence import Influence, influence
 from piston.inspection.probe import Box, Intervention, Probe
+from piston.inspection.results import Verdict, as_json
+from piston.inspection.verdicts import influence_verdicts
 
-__all__ = ["Box", "Frame", "Frames", "Intervention", "Probe"]
+__all__ = [
+    "Box",
+    "Frame",
+    "Frames",
+    "Influence",
+    "Intervention",
+    "Probe",
+    "Verdict",
+    "as_json",
+    "influence",
+    "influence_verdicts",
+]

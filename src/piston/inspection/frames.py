@@ -1,6 +1,6 @@
 """Frames of a data set as a robot would send them to a policy, with what was recorded after them.
 
-Dims: h steps of a chunk, a action dim.
+Dims: n frames, h steps of a chunk, a action dim.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ class Frames:
         tasks = (PromptFromItem(),) if pipeline.prompt_from_task else ()
         self._repack = compose((*tasks, *pipeline.repack_transforms.inputs))
         keys = pipeline.action_sequence_keys
-        names = repacked(pipeline) or {key: key for key in keys}
+        self._renamed = repacked(pipeline) or {key: key for key in source.keys}
         # What the robot is told, which it does not send.
-        self._told = {PADDING_KEY, *(name for name, key in names.items() if key in keys)}
+        told = (name for name, key in self._renamed.items() if key in keys)
+        self._told = {PADDING_KEY, *told}
         bounds = zip(source.episodes, source.episode_bounds.tolist())
         self._bounds = {episode.index: (begin, end) for episode, (begin, end) in bounds}
         dim = sum(int(np.prod(source.metadata.features[key].shape)) for key in keys)
@@ -108,6 +109,30 @@ class Frames:
             recorded=np.concatenate(parts, axis=-1),
             is_real=~padding,
         )
+
+    @property
+    def tasks(self) -> list[str]:
+        """The sentences of the episodes."""
+        known = self.source.metadata.tasks
+        numbers = np.unique(self.source.column("task_index"))
+        return [known[number] for number in numbers.tolist() if number in known]
+
+    def action_scale(self) -> Float[np.ndarray, " a"]:
+        """Return the standard deviation of every action, in the robot's units.
+
+        It is at least `norm_floor`, as in training.
+        """
+        columns = [self.source.column(key) for key in self.pipeline.action_sequence_keys]
+        deviations = [column.std(0, dtype=np.float64).reshape(-1) for column in columns]
+        return np.maximum(np.concatenate(deviations), self.pipeline.norm_floor)
+
+    def state_values(self, dim: StateDim) -> Float[np.ndarray, " n"] | None:
+        """Return a number of the state in all frames; None if it is not a column of the set."""
+        key = self._renamed.get(dim.key)
+        if key not in self.source.keys:
+            return None
+        column = self.source.column(key)
+        return column.reshape(len(column), -1)[:, dim.position].astype(np.float64)
 
     def spread_out(self, count: int) -> list[tuple[int, int]]:
         """Return places from as many episodes as possible, at varying moments in them."""

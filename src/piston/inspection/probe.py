@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 
 from piston.inference.policy import Policy
 from piston.inspection.frames import Frame, state_dims
@@ -73,6 +73,8 @@ class Intervention:
     off: tuple[str, ...] = ()
     # Cameras that show a black image.
     black: tuple[str, ...] = ()
+    # Cameras that show another image, in the model's size: one that the model may well see.
+    shown: Mapping[str, UInt8[np.ndarray, "_ _ 3"]] = dataclasses.field(default_factory=dict)
     # Rectangles that are covered with the mean colour of the image.
     covered: tuple[Box, ...] = ()
     # Dimensions of the state, by name, and what is added to them in the robot's units.
@@ -98,9 +100,10 @@ class Intervention:
         """Return the model's input with changed cameras."""
         images, masks = dict(seen["image"]), dict(seen["image_mask"])
         boxed = [box.camera for box in self.covered]
-        for camera in (*self.off, *self.black, *boxed):
+        for camera in (*self.off, *self.black, *self.shown, *boxed):
             if camera not in images:
                 raise LookupError(f"There is no camera {camera!r}; there is {', '.join(images)}.")
+        images |= self.shown
         for camera in self.black:
             images[camera] = np.zeros_like(images[camera])
         for box in self.covered:

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+Severity = Literal["problem", "remark"]
+
 _DIGITS = 6
 
 
@@ -23,7 +25,7 @@ class Verdict:
     kind: str
     # Which camera, dimension, word …
     subject: str
-    severity: Literal["problem", "remark"]
+    severity: Severity
     sentence: str
     number: float
     threshold: float
