@@ -196,8 +196,9 @@ def test_after_ctrl_c():
 
 
 _PROGRAM = """
-import sys
+import signal, sys
 sys.path.insert(0, sys.argv[1])
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup, which ignores it
 from test_safe_action import Moves, Runtime, StandStill, VelocityRobot
 
 class Robot(VelocityRobot):
