@@ -103,7 +103,13 @@ class Intervention:
         for camera in (*self.off, *self.black, *self.shown, *boxed):
             if camera not in images:
                 raise LookupError(f"There is no camera {camera!r}; there is {', '.join(images)}.")
-        images |= self.shown
+        for camera, image in self.shown.items():
+            if image.shape != images[camera].shape:
+                raise ValueError(
+                    f"The image shown to {camera} has shape {image.shape}; expected "
+                    f"{images[camera].shape}, as the model sees it."
+                )
+            images[camera] = image
         for camera in self.black:
             images[camera] = np.zeros_like(images[camera])
         for box in self.covered:
@@ -127,6 +133,8 @@ class Probe:
         config = policy.model.config
         chunk = (config.action_horizon, config.action_dim)
         draws = [np.random.default_rng(seed).standard_normal(chunk, np.float32) for seed in seeds]
+        if not draws:
+            raise ValueError("A probe needs at least one seed of the noise; none was given.")
         self.noise = np.stack(draws) if config.denoises else None
         # Counts what was computed.
         self.num_prefixes = self.num_chunks = 0
@@ -176,7 +184,7 @@ class Probe:
         self.num_prefixes += len(group)
         self.num_chunks += len(seen)
         if self.noise is None:
-            drawn = model.act(observation).cpu().numpy()[:, None]
+            drawn = model.act(observation).cpu().numpy().repeat(len(group[0]), 0)[:, None]
         else:
             assert isinstance(model, Pi0)
             seeds = len(self.noise)
