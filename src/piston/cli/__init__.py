@@ -24,6 +24,7 @@ VERBS = {
     "train": ("train", "train a preset's model on a data set"),
     "serve": ("serve", "serve a checkpoint to robots over a websocket"),
     "eval": ("sim", "let a policy drive a simulated robot and count successes"),
+    "inspect": ("inspect", "show why a policy does what it does, by changing its inputs"),
     "runs": ("runs", "list runs with their step, loss and checkpoint"),
     "report": ("runs", "show a run as one HTML page, or compare several"),
     "summary": ("models", "show what a model is made of, its mask and its memory"),

@@ -6,10 +6,12 @@ probe = Probe(policy)
 chunks = probe.chunks(frames[0, 25], [Intervention(), Intervention(off=("base_0_rgb",))])
 found = influence(probe, frames, frames.spread_out(10))
 verdicts = influence_verdicts(found)
+overview = compute(policy, frames)  # all of it, as `piston inspect` does
 """
 
 from piston.inspection.frames import Frame, Frames
 from piston.inspection.influence import Influence, influence
+from piston.inspection.overview import Overview, Plan, compute
 from piston.inspection.probe import Box, Intervention, Probe
 from piston.inspection.results import Verdict, as_json
 from piston.inspection.verdicts import influence_verdicts
@@ -20,9 +22,12 @@ __all__ = [
     "Frames",
     "Influence",
     "Intervention",
+    "Overview",
+    "Plan",
     "Probe",
     "Verdict",
     "as_json",
+    "compute",
     "influence",
     "influence_verdicts",
 ]

@@ -12,6 +12,8 @@ import numpy as np
 Severity = Literal["problem", "remark"]
 
 _DIGITS = 6
+# Metadata of a field that only pages show, such as pictures.
+NOT_IN_JSON = {"not in JSON": True}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,9 +36,10 @@ class Verdict:
 def as_json(value: Any) -> Any:
     """Return dataclasses as objects and arrays as lists, with six digits; null is not a number."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {
-            field.name: as_json(getattr(value, field.name)) for field in dataclasses.fields(value)
-        }
+        fields = (one for one in dataclasses.fields(value) if one.metadata != NOT_IN_JSON)
+        return {field.name: as_json(getattr(value, field.name)) for field in fields}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return as_json(value._asdict())
     if isinstance(value, np.ndarray | np.generic):
         return as_json(value.tolist())
     if isinstance(value, Mapping):

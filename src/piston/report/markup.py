@@ -76,6 +76,11 @@ def table(header: Iterable[Any], rows: Iterable[Iterable[Any]], **attributes: An
     return tag("div", inner, class_="scrolls")
 
 
+def card(what: str, number: str, remark: str) -> Markup:
+    """Return one of the headline numbers of a page."""
+    return tag("div", tag("h3", what), tag("b", number), tag("p", remark), class_="card")
+
+
 def note(text: str) -> Markup:
     return tag("p", text, class_="note")
 

@@ -1,0 +1,141 @@
+"""`piston inspect CHECKPOINT --data SET`: how observations influence what a policy does."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from piston.cli.command import Command, named
+from piston.cli.console import console, table
+from piston.files import write_json
+from piston.progress import ProgressBar
+
+if TYPE_CHECKING:
+    from piston.inference.policy import Policy
+    from piston.inspection import Frames, Overview
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class InspectArguments:
+    """Show why a policy does what it does, by changing its inputs and asking it again.
+
+    Cameras, words, sentence and state are changed one at a time.
+    """
+
+    # A folder that `piston train` wrote, or any checkpoint (folder or location) with --preset.
+    checkpoint: Annotated[str, tyro.conf.Positional, named("CHECKPOINT")]
+    # A data set of the robot (folder or owner/name); by default that of the training.
+    data: str | None = None
+    # Of the data set, only these episodes: 0:50 or 3,7,9.
+    episodes: str | None = None
+    # Frames in which every input is changed.
+    frames: int = 10
+    # Noise that each question is asked with.
+    seeds: int = 8
+    # Write the overview as one HTML page.
+    html: Path | None = None
+    # Write the numbers of the overview.
+    json: Path | None = None
+    # The robot, for checkpoints that do not say it themselves.
+    preset: str | None = None
+    # A file that describes the robot, in place of the preset's or for other keys.
+    robot: Path | None = None
+    # What weights are held in; by default as they are stored.
+    dtype: Literal["float32", "bfloat16", "int8"] | None = None
+    # cpu, cuda, cuda:1 …; by default a GPU where there is one.
+    device: str | None = None
+    # Denoising steps per chunk.
+    num_steps: int = 10
+
+
+def inspect(arguments: InspectArguments) -> None:
+    _check(arguments)
+    from piston.inspection import Plan, as_json, compute
+
+    policy = _load(arguments)
+    frames = _open(policy, arguments)
+    plan = Plan(frames=arguments.frames, seeds=arguments.seeds)
+    with ProgressBar("inspecting", "questions", after=0) as bar:
+        overview = compute(policy, frames, name=arguments.checkpoint, plan=plan, progress=bar.show)
+    _show(overview)
+    written = []
+    if arguments.html is not None:
+        from piston.report.inspection import write_inspection
+
+        written.append(write_inspection(overview, arguments.html))
+    if arguments.json is not None:
+        write_json(arguments.json, as_json(overview), indent=1)
+        written.append(arguments.json)
+    for path in written:
+        console().print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)", highlight=False)
+
+
+run_inspect = Command("inspect", InspectArguments, inspect)
+
+
+def _check(arguments: InspectArguments) -> None:
+    """Raise ValueError for options that cannot work, before the model is loaded."""
+    if arguments.html is None and arguments.json is None:
+        raise ValueError("Say where the overview goes: --html FILE, --json FILE or both.")
+    for name in ("frames", "seeds"):
+        if getattr(arguments, name) < 1:
+            raise ValueError(f"--{name} is {getattr(arguments, name)}; expected at least 1.")
+    if arguments.seeds == 1:
+        raise ValueError(
+            "--seeds is 1; expected at least 2: effects are compared with what noise changes."
+        )
+    for path in (arguments.html, arguments.json):
+        if path is not None and path.is_dir():
+            raise ValueError(f"{path} is a folder; expected the name of a file to write.")
+
+
+def _load(arguments: InspectArguments) -> Policy:
+    from piston.inference.loading import load_policy  # imports torch
+    from piston.robots.description import read_robot
+
+    names = ("preset", "device", "dtype", "num_steps")
+    options: dict[str, Any] = {name: getattr(arguments, name) for name in names}
+    if arguments.robot is not None:
+        options["robot"] = read_robot(arguments.robot)
+    return load_policy(arguments.checkpoint, **options)
+
+
+def _open(policy: Policy, arguments: InspectArguments) -> Frames:
+    from piston.inspection import Frames
+
+    data = arguments.data or policy.data.repo_id
+    if data is None:
+        raise ValueError("The checkpoint names no data set: give one of its robot, --data SET.")
+    try:
+        return Frames.open(policy, data, arguments.episodes)
+    except (OSError, KeyError, ValueError) as error:
+        if arguments.data is None:
+            error.add_note(
+                f"The checkpoint was trained on {data}. If it is elsewhere now, or to use another "
+                "data set of the robot, give --data SET."
+            )
+        else:
+            error.add_note(
+                f"The policy is for {policy.metadata.get('robot', 'an unknown robot')}; --data has "
+                "to be a data set of that robot."
+            )
+        raise
+
+
+def _show(overview: Overview) -> None:
+    """Print the verdicts."""
+    screen = console()
+    about = overview.about
+    screen.print(f"{about.policy}, {len(overview.moments)} frames of {about.data}")
+    if not overview.verdicts:
+        screen.print("Nothing was found that looks wrong.")
+        return
+    rows = [(one.severity, one.sentence, f"{one.number:.3g}") for one in overview.verdicts]
+    columns = ("", "what was found", "number")
+    screen.print(table(columns, rows, right=("number",), drop=("number",)))

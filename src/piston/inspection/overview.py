@@ -1,0 +1,216 @@
+"""The overview of a policy: every question that can be asked without anyone choosing, at once.
+
+Dims: n noise seeds, h steps of a chunk, a action dim.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import logging
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from jaxtyping import Float, UInt8
+
+from piston.inference.policy import Policy
+from piston.inspection.frames import Frame, Frames, camera_names, state_dims
+from piston.inspection.influence import Influence, influence
+from piston.inspection.probe import Intervention, Probe
+from piston.inspection.results import NOT_IN_JSON, Verdict
+from piston.inspection.verdicts import influence_verdicts
+from piston.progress import Progress, no_progress
+
+logger = logging.getLogger(__name__)
+
+# An estimate of the time is logged above this many seconds.
+_LONG = 60.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How much is asked."""
+
+    # Frames in which every input is changed.
+    frames: int = 10
+    # Noise that each question is asked with.
+    seeds: int = 8
+
+
+DEFAULT_PLAN = Plan()
+
+
+@dataclasses.dataclass(frozen=True)
+class About:
+    """What was inspected."""
+
+    policy: str
+    family: str
+    num_parameters: int
+    device: str
+    # Denoising steps; None for a model that writes tokens.
+    num_steps: int | None
+    robot: str
+    data: str
+    num_episodes: int
+    num_frames: int
+    fps: float
+    # Of a chunk.
+    num_actions: int
+    num_seeds: int
+    # The robot's name of the camera in each slot of the model.
+    cameras: Mapping[str, str]
+    action_names: tuple[str, ...]
+    state_names: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """A frame that was asked about: what the model sees, and what it does, in the robot's units."""
+
+    episode: int
+    frame: int
+    prompt: str
+    # As the model sees them, by slot.
+    pictures: Mapping[str, UInt8[np.ndarray, "_ _ 3"]] = dataclasses.field(metadata=NOT_IN_JSON)
+    # The mean over the seeds, and the standard deviation; that is 0 without noise.
+    predicted: Float[np.ndarray, "h a"]
+    spread: Float[np.ndarray, "h a"]
+    # What was recorded; NaN past the episode's end.
+    recorded: Float[np.ndarray, "h a"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Overview:
+    about: About
+    # Problems first.
+    verdicts: tuple[Verdict, ...]
+    moments: tuple[Moment, ...]
+    influence: Influence
+
+
+def compute(
+    policy: Policy,
+    frames: Frames,
+    *,
+    name: str = "",
+    plan: Plan = DEFAULT_PLAN,
+    places: Sequence[tuple[int, int]] | None = None,
+    progress: Progress = no_progress,
+) -> Overview:
+    """Ask everything; `places` are the frames to ask about, else `plan.frames` are spread out.
+
+    Raises ValueError if the data set has no frames, or does not fit the policy.
+    """
+    if not frames.episodes:
+        raise ValueError(
+            f"{frames.pipeline.repo_id} has no episodes, so that nothing can be asked."
+        )
+    probe = Probe(policy, range(plan.seeds))
+    chosen = frames.spread_out(plan.frames) if places is None else list(places)
+    shown = [frames[place] for place in chosen]
+    parts = {"moments": len(shown), "influence": len(shown) * _num_questions(probe, shown[0])}
+    steps = _Steps(parts, progress)
+    _say_how_long(probe, shown[0], sum(parts.values()))
+    moments = _moments(probe, shown, steps.of("moments"))
+    influenced = influence(probe, frames, chosen, steps.of("influence"))
+    verdicts = influence_verdicts(influenced)
+    return Overview(
+        about=_about(probe, frames, shown[0], name),
+        verdicts=tuple(sorted(verdicts, key=lambda one: one.severity != "problem")),
+        moments=moments,
+        influence=influenced,
+    )
+
+
+class _Steps:
+    """One count for all parts. A part is as long as planned, whatever it counts itself."""
+
+    def __init__(self, planned: Mapping[str, int], progress: Progress) -> None:
+        self._planned, self._progress = planned, progress
+        self._finished: list[str] = []
+        self._began = time.perf_counter()
+
+    def of(self, part: str) -> Progress:
+        now = time.perf_counter()
+        if self._finished:
+            logger.debug("%s took %.1f s", self._finished[-1], now - self._began)
+        self._began, before = now, sum(self._planned[one] for one in self._finished)
+        self._finished.append(part)
+        planned = sum(self._planned.values())
+
+        def show(done: int, total: int | None = None, note: str = "") -> None:
+            share = done / total if total else 0.0
+            self._progress(before + round(share * self._planned[part]), planned, note or part)
+
+        return show
+
+
+def _num_questions(probe: Probe, frame: Frame) -> int:
+    """Return about how many questions about the influence of inputs a frame has."""
+    cameras, states = camera_names(probe.policy), state_dims(probe.policy, frame.observation)
+    return 3 * len(cameras) + len(frame.prompt.split()) + len(states) + 5
+
+
+def _say_how_long(probe: Probe, frame: Frame, num_questions: int) -> None:
+    """Ask once, and log an estimate of the time if it is long."""
+    probe.policy.warm_up()
+    began = time.perf_counter()
+    probe.chunks(frame, [Intervention()])
+    seconds = time.perf_counter() - began
+    if (estimate := num_questions * seconds) > _LONG:
+        logger.info(
+            "about %d questions, each %.2g s on %s: up to %s. Fewer frames or seeds take less.",
+            *(num_questions, seconds, probe.policy.device),
+            datetime.timedelta(seconds=round(estimate)),
+        )
+
+
+def _about(probe: Probe, frames: Frames, frame: Frame, name: str) -> About:
+    policy = probe.policy
+    config = policy.model.config
+    return About(
+        policy=name,
+        family=config.family,
+        num_parameters=sum(one.numel() for one in policy.model.parameters()),
+        device=str(policy.device),
+        num_steps=policy.num_steps if config.denoises else None,
+        robot=str(policy.metadata.get("robot", "")),
+        data=str(frames.pipeline.repo_id),
+        num_episodes=len(frames.episodes),
+        num_frames=sum(frames.episodes.values()),
+        fps=frames.fps,
+        num_actions=len(frame.recorded),
+        num_seeds=1 if probe.noise is None else len(probe.noise),
+        cameras=camera_names(policy),
+        action_names=frames.action_names,
+        state_names=tuple(dim.name for dim in state_dims(policy, frame.observation)),
+    )
+
+
+def _moments(probe: Probe, shown: Sequence[Frame], progress: Progress) -> tuple[Moment, ...]:
+    chunks = probe.ask([(frame, Intervention()) for frame in shown], progress)
+    expected = shown[0].recorded.shape
+    if chunks.shape[2:] != expected:
+        raise ValueError(
+            f"The policy's chunks are {chunks.shape[2:]} (steps, dimensions), the data set's "
+            f"{expected}: the data set is not of the policy's robot."
+        )
+    return tuple(
+        Moment(
+            episode=frame.episode,
+            frame=frame.frame,
+            prompt=frame.prompt,
+            pictures=_pictures(probe, frame),
+            predicted=drawn.mean(0),
+            spread=drawn.std(0),
+            recorded=np.where(frame.is_real[:, None], frame.recorded, np.nan),
+        )
+        for frame, drawn in zip(shown, chunks, strict=True)
+    )
+
+
+def _pictures(probe: Probe, frame: Frame) -> dict[str, np.ndarray]:
+    seen = probe.prepare(frame, Intervention())
+    return {slot: image for slot, image in seen["image"].items() if seen["image_mask"][slot]}

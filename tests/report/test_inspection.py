@@ -1,0 +1,69 @@
+"""`piston inspect` from a checkpoint and its data set to a page and numbers."""
+
+import json
+
+import pytest
+
+from piston.cli import main
+
+
+@pytest.fixture(scope="module")
+def checkpoint(run):
+    return max(run.glob("[0-9]*"), key=lambda path: int(path.name))
+
+
+@pytest.fixture(scope="module")
+def inspected(root, checkpoint):
+    """The folder with a page and the numbers of two runs."""
+    out = root / "inspected"
+    options = ["--frames", "2", "--seeds", "2"]
+    page, first, second = out / "page.html", out / "first.json", out / "second.json"
+    words = ["inspect", str(checkpoint), *options]
+    assert main([*words, "--html", str(page), "--json", str(first)]) == 0
+    assert main([*words, "--data", str(root / "data"), "--json", str(second)]) == 0
+    return out
+
+
+def test_two_runs_give_equal_numbers(inspected, root):
+    first, second = (json.loads((inspected / f"{n}.json").read_text()) for n in ("first", "second"))
+    assert first == second
+    assert first["about"]["data"] == str(root / "data")
+    assert first["about"]["state_names"][0] == "left_waist"
+    questions = {(one["input"], one["change"]) for one in first["influence"]["questions"]}
+    assert {("camera", "off"), ("camera", "black"), ("word", "left out")} <= questions
+    assert len(first["moments"]) == 2
+    assert "pictures" not in first["moments"][0]
+    for verdict in first["verdicts"]:
+        assert verdict["sentence"]
+        assert verdict["number"] is not None
+
+
+def test_the_page_stands_alone_and_names_every_input(inspected):
+    page = (inspected / "page.html").read_text()
+    for text in ("cam_high: black picture", "left shoulder", "no sentence", "&lt;both&gt;"):
+        assert text in page
+    assert "<both>" not in page
+    assert "http" not in page.replace("http-equiv", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--frames", "0"], "--frames is 0; expected at least 1."),
+        (["--seeds", "1"], "--seeds is 1; expected at least 2"),
+        (["--data", "no/such/set/here"], "There is no data set no/such/set/here"),
+        (["--episodes", "7"], "7"),
+    ],
+)
+def test_errors_are_one_sentence(checkpoint, tmp_path, capsys, words, message):
+    json_file = tmp_path / "numbers.json"
+    assert main(["inspect", str(checkpoint), "--json", str(json_file), *words]) == 1
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert "Traceback" not in shown
+    assert not json_file.exists()
+
+
+def test_a_run_is_not_a_checkpoint(run, checkpoint, tmp_path, capsys):
+    assert main(["inspect", str(run), "--json", str(tmp_path / "numbers.json")]) == 1
+    assert f"Its newest is {checkpoint}" in capsys.readouterr().err
