@@ -11,6 +11,9 @@ PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
 # torch is not in it: which build one gets (CPU or CUDA) depends on the machine's package index.
 LOCK ?=
 
+# Checks the types in the JavaScript of the inspector's page; the page itself needs no build.
+TSC := npx --yes --package typescript@5.9.3 tsc
+
 # Compiled test files are kept, so that a second run starts at once.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -24,7 +27,7 @@ help:
 	@echo "make test     install and run the whole test suite"
 	@echo "make demo     install and run the main job"
 	@echo "make install  install, and link the command piston to $(BINDIR)"
-	@echo "make check    ruff (lint, format) and mypy"
+	@echo "make check    ruff (lint, format), mypy and tsc"
 	@echo "make bench    measure speed (benchmarks/)"
 	@echo "make stress   try to break servers and files for about ten minutes (tests/stress/)"
 
@@ -61,6 +64,8 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	@if command -v npx >/dev/null; then $(TSC) --project src/piston/inspection/page; else \
+	    echo "Skipped: the types of src/piston/inspection/page. Install Node.js to check them."; fi
 
 bench: setup
 	$(BIN)/python benchmarks/stats.py

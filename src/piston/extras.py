@@ -15,6 +15,7 @@ _PACKAGES = {
     "jax-weights": ("tensorstore",),
     "hdf5": ("h5py",),
     "gs": ("gcsfs",),
+    "inspect": ("starlette", "uvicorn"),
     "full": (
         *("PIL", "av", "filelock", "fsspec", "huggingface_hub", "jaxtyping", "pyarrow", "rich"),
         *("safetensors", "sentencepiece", "tokenizers", "torch", "tyro"),

@@ -1,5 +1,6 @@
 """A headless Chromium, spoken to over its DevTools protocol."""
 
+import base64
 import contextlib
 import json
 import shutil
@@ -75,8 +76,9 @@ class Browser:
                 return answer["result"]
             self.events.append(answer)
 
-    def open(self, path):
-        self.call("Page.navigate", url=path.as_uri())
+    def open(self, page):
+        """Open a file, or an address that is given as text."""
+        self.call("Page.navigate", url=page if isinstance(page, str) else page.as_uri())
         wait_until(lambda: self.evaluate("document.readyState") == "complete")
 
     def resize(self, width, height):
@@ -87,6 +89,26 @@ class Browser:
         answer = self.call("Runtime.evaluate", expression=script, returnByValue=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
+
+    def press(self, key, text=None):
+        """Press a key, such as "ArrowLeft"; one that writes has a text."""
+        written = {} if text is None else {"text": text}
+        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, code=key, **written)
+        self.call("Input.dispatchKeyEvent", type="keyUp", key=key, code=key)
+
+    def drag(self, selector, begin, end):
+        """Move the mouse with its button pressed; places are shares of the element's size."""
+        self.evaluate(f"document.querySelector({selector!r}).scrollIntoView({{block: 'center'}})")
+        box = f"document.querySelector({selector!r}).getBoundingClientRect().toJSON()"
+        at = self.evaluate(box)
+        for kind, (x, y) in (("Pressed", begin), ("Moved", end), ("Released", end)):
+            place = {"x": at["x"] + x * at["width"], "y": at["y"] + y * at["height"]}
+            button = {"button": "left", "buttons": 1, "clickCount": 1}
+            self.call("Input.dispatchMouseEvent", type=f"mouse{kind}", **place, **button)
+
+    def screenshot(self, path):
+        answer = self.call("Page.captureScreenshot", captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(answer["data"]))
 
     def told(self, *methods):
         return [event["params"] for event in self.events if event.get("method") in methods]

@@ -130,8 +130,7 @@ class _Measured:
             self._variances.append(unchanged.var(0, ddof=1, dtype=np.float64))
 
     def _in_one_number(self, values: Float[np.ndarray, "*_ a"]) -> float:
-        moves = self._scale > _MOVES
-        return float(np.sqrt(np.square(values[..., moves] / self._scale[moves]).mean()))
+        return in_one_number(values, self._scale)
 
     def result(
         self, places: tuple[tuple[int, int], ...], skipped: Mapping[Question, str]
@@ -165,6 +164,12 @@ class _Measured:
             carried=np.array([np.mean(one, 0) for one in self._followed.values()]),
             skipped=tuple(Skipped(*one) for one in skipped.items() if one[0] not in self._places),
         )
+
+
+def in_one_number(values: Float[np.ndarray, "*_ a"], scale: Float[np.ndarray, " a"]) -> float:
+    """Return the root mean square in standard deviations; actions that never move are left out."""
+    moves = scale > _MOVES
+    return float(np.sqrt(np.square(values[..., moves] / scale[moves]).mean()))
 
 
 def _ratio(change: np.ndarray, spread: np.ndarray) -> np.ndarray:
