@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +53,10 @@ def policy(kind: str, robot: RobotInputs = ROBOT) -> Policy:
     pipeline = dataclasses.replace(data.create("assets", model), norm_stats={})
     if kind == "fast":
         pipeline = _tokens_as_actions(pipeline)
+    return with_random_weights(model, pipeline)
+
+
+def with_random_weights(model: ModelConfig, pipeline: DataConfig) -> Policy:
     torch.manual_seed(0)
     network = randomized(weights.build_model(model))
     with torch.no_grad():  # Else an untrained π0-FAST writes the same token for all observations.
@@ -83,15 +88,21 @@ def observation(seed: int = 0, prompt: str = TASKS[0]) -> Data:
 
 def record(folder: Path, tasks: tuple[str, ...] = TASKS[:2]) -> Path:
     """Write an episode of each task, with the gripper never moving, and return the folder."""
+    states = np.stack([[observation(100 * i + j)[STATE] for j in range(EPISODE)] for i in range(9)])
+    states[..., 2] = 0.5
+    return write(folder, [(task, state, 2 * state) for task, state in zip(tasks, states)])
+
+
+def write(folder: Path, episodes: Iterable[tuple[str, np.ndarray, np.ndarray]]) -> Path:
+    """Write episodes of a task, states and actions, with random images; return the folder."""
     camera = {"dtype": "image", "shape": (IMAGE_SIZE, IMAGE_SIZE, 3)}
     numbers = {"dtype": "float32", "shape": (len(JOINTS),), "names": list(JOINTS)}
     features = {FRONT: camera, WRIST: camera, STATE: numbers, ACTION: numbers}
     with Recorder(folder, FPS, features) as recorder:
-        for episode, task in enumerate(tasks):
-            for step in range(EPISODE):
-                frame = observation(100 * episode + step)
-                frame[STATE][2] = 0.5
+        for episode, (task, states, actions) in enumerate(episodes):
+            for step, (state, action) in enumerate(zip(states, actions, strict=True)):
+                frame = observation(100 * episode + step) | {STATE: state, ACTION: action}
                 del frame["prompt"]
-                recorder.add_frame({**frame, ACTION: frame[STATE] * 2}, task=task)
+                recorder.add_frame(frame, task=task)
             recorder.save_episode()
     return folder

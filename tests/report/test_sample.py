@@ -24,10 +24,10 @@ def looked_at(run):
 def test_the_sample_was_held_out_and_is_what_the_model_is_given(looked_at, run):
     sample, _, _ = looked_at
     assert sample.held_out
-    assert sample.frame == cases.NUM_FRAMES // 4
+    assert sample.at.frame == cases.NUM_FRAMES // 4
     config = read_run(run).config
     samples = open_training_data(config.data_config().with_norm_stats(), config.model)
-    seen = samples[sample.episode * cases.NUM_FRAMES + sample.frame]
+    seen = samples[sample.at.episode * cases.NUM_FRAMES + sample.at.frame]
     found = sample.seen_by_model
     for key in ("state", "actions", "tokenized_prompt", "tokenized_prompt_mask", "action_is_pad"):
         np.testing.assert_array_equal(found[key], seen[key], err_msg=key)
@@ -36,20 +36,20 @@ def test_the_sample_was_held_out_and_is_what_the_model_is_given(looked_at, run):
 
 def test_the_recorded_chunk_is_in_the_robots_own_space(looked_at):
     sample, _, _ = looked_at
-    steps = np.arange(sample.frame, sample.frame + (cases.HORIZON - 1) * cases.STRIDE + 1)
+    steps = np.arange(sample.at.frame, sample.at.frame + (cases.HORIZON - 1) * cases.STRIDE + 1)
     for offset, step in enumerate(steps):
-        expected = cases._frame(sample.episode, step)["action"]
-        np.testing.assert_allclose(sample.recorded[offset], expected, rtol=1e-6)
-    assert sample.is_real.all()
+        expected = cases._frame(sample.at.episode, step)["action"]
+        np.testing.assert_allclose(sample.at.recorded[offset], expected, rtol=1e-6)
+    assert sample.at.is_real.all()
     assert sample.names == tuple(cases.NAMES)
 
 
 def test_the_chain_back_ends_at_what_the_policy_answers(looked_at):
     sample, policy, prediction = looked_at
-    assert prediction.chunks.shape == (4, *sample.recorded.shape)
+    assert prediction.chunks.shape == (4, *sample.at.recorded.shape)
     assert len(prediction.denoised) == policy.num_steps + 1
     noise = prediction.denoised[0]
-    answered = policy.infer({**sample.observation, "noise": noise})["actions"]
+    answered = policy.infer({**sample.at.observation, "noise": noise})["actions"]
     chain_end = prediction.back[-1].data["actions"]
     # The draws were one batch, this is one alone.
     np.testing.assert_allclose(prediction.chunks[0], answered, atol=2e-2)

@@ -7,10 +7,13 @@ chunks = probe.chunks(frames[0, 25], [Intervention(), Intervention(off=("base_0_
 found = influence(probe, frames, frames.spread_out(10))
 verdicts = influence_verdicts(found)
 overview = compute(policy, frames)  # all of it, as `piston inspect` does
+along = open_loop(probe, frames, episode=3)
 """
 
 from piston.inspection.frames import Frame, Frames
 from piston.inspection.influence import Influence, influence
+from piston.inspection.inside import Inside, inside
+from piston.inspection.open_loop import OpenLoop, open_loop, open_loop_verdicts
 from piston.inspection.overview import Overview, Plan, compute
 from piston.inspection.probe import Box, Intervention, Probe
 from piston.inspection.results import Verdict, as_json
@@ -21,7 +24,9 @@ __all__ = [
     "Frame",
     "Frames",
     "Influence",
+    "Inside",
     "Intervention",
+    "OpenLoop",
     "Overview",
     "Plan",
     "Probe",
@@ -30,4 +35,7 @@ __all__ = [
     "compute",
     "influence",
     "influence_verdicts",
+    "inside",
+    "open_loop",
+    "open_loop_verdicts",
 ]

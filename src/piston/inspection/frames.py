@@ -6,6 +6,7 @@ Dims: n frames, h steps of a chunk, a action dim.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,6 +44,15 @@ class Frame:
     @property
     def prompt(self) -> str:
         return str(self.observation.get("prompt", ""))
+
+    def error(self, chunks: Float[np.ndarray, "*n h a"]) -> Float[np.ndarray, "*n h a"]:
+        """Return chunks minus what was recorded; past the episode's end it is not a number."""
+        if chunks.shape[-2:] != self.recorded.shape:
+            raise ValueError(
+                f"The policy's chunks are {chunks.shape[-2:]} (steps, dimensions), the recorded "
+                f"ones {self.recorded.shape}: they cannot be compared."
+            )
+        return np.where(self.is_real[:, None], chunks - self.recorded, np.nan)
 
 
 class Frames:
@@ -87,24 +97,37 @@ class Frames:
     def fps(self) -> float:
         return self.source.fps
 
-    def __getitem__(self, place: tuple[int, int]) -> Frame:
-        episode, number = place
-        if episode not in self._bounds:
-            known = f"{min(self._bounds)} to {max(self._bounds)}"
-            raise LookupError(f"There is no episode {episode}; the data set has {known}.")
-        begin, end = self._bounds[episode]
+    @functools.cached_property
+    def actions(self) -> Float[np.ndarray, "n a"]:
+        """The recorded action of every frame of all episodes, in the robot's units."""
+        columns = (self.source.column(key) for key in self.pipeline.action_sequence_keys)
+        return np.concatenate([column.reshape(len(self.source), -1) for column in columns], axis=-1)
+
+    def actions_of(self, episode: int) -> Float[np.ndarray, "n a"]:
+        return self.actions[slice(*self._bounds_of(episode))]
+
+    def item(self, episode: int, number: int) -> Data:
+        """Return the data set's own item of a frame, with the chunk's padding."""
+        begin, end = self._bounds_of(episode)
         if not 0 <= number < end - begin:
             raise LookupError(
                 f"Episode {episode} has no frame {number}; it has 0 to {end - begin - 1}."
             )
         item = self.source[begin + number]
+        return {**item, PADDING_KEY: item[f"{self.pipeline.action_sequence_keys[0]}_is_pad"]}
+
+    def __getitem__(self, place: tuple[int, int]) -> Frame:
+        return self.frame_of(self.item(*place))
+
+    def frame_of(self, item: Data) -> Frame:
+        """Return what the robot sent and did at an item that `item` returned."""
+        padding = np.asarray(item[PADDING_KEY])
+        own = self._repack(item)
         keys = self.pipeline.action_sequence_keys
-        padding = np.asarray(item[f"{keys[0]}_is_pad"])
-        own = self._repack({**item, PADDING_KEY: padding})
         parts = [np.asarray(item[key], np.float32).reshape(len(padding), -1) for key in keys]
         return Frame(
-            episode=episode,
-            frame=number,
+            episode=int(item["episode_index"]),
+            frame=int(item["frame_index"]),
             observation={key: value for key, value in own.items() if key not in self._told},
             recorded=np.concatenate(parts, axis=-1),
             is_real=~padding,
@@ -122,9 +145,7 @@ class Frames:
 
         It is at least `norm_floor`, as in training.
         """
-        columns = [self.source.column(key) for key in self.pipeline.action_sequence_keys]
-        deviations = [column.std(0, dtype=np.float64).reshape(-1) for column in columns]
-        return np.maximum(np.concatenate(deviations), self.pipeline.norm_floor)
+        return np.maximum(self.actions.std(0, dtype=np.float64), self.pipeline.norm_floor)
 
     def state_values(self, dim: StateDim) -> Float[np.ndarray, " n"] | None:
         """Return a number of the state in all frames; None if it is not a column of the set."""
@@ -133,6 +154,12 @@ class Frames:
             return None
         column = self.source.column(key)
         return column.reshape(len(column), -1)[:, dim.position].astype(np.float64)
+
+    def _bounds_of(self, episode: int) -> tuple[int, int]:
+        if episode not in self._bounds:
+            known = f"{min(self._bounds)} to {max(self._bounds)}"
+            raise LookupError(f"There is no episode {episode}; the data set has {known}.")
+        return self._bounds[episode]
 
     def spread_out(self, count: int) -> list[tuple[int, int]]:
         """Return places from as many episodes as possible, at varying moments in them."""

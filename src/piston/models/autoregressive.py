@@ -67,8 +67,8 @@ class Pi0FAST(Model):
         Decoding ends when every row has ended, or after `num_steps` tokens (by default those of the
         configuration).
         """
-        if not (options.noise is None and options.guidance is None and options.visit is None):
-            raise ValueError("π0-FAST does not denoise: it can use no noise, guidance or visit.")
+        if not (options.noise is None and options.guidance is None):
+            raise ValueError("π0-FAST does not denoise: it can use no noise or guidance.")
         num_steps = options.num_steps or self.config.max_decoding_steps
         prefix = self.embed_prefix(observation)
         packing = prefix.packing
@@ -85,7 +85,10 @@ class Pi0FAST(Model):
         tokens: list[Int[Tensor, " b"]] = []
         ended = torch.zeros_like(lengths, dtype=torch.bool)
         while True:
-            token = choose(self.logits(output), options.temperature, options.generator)
+            logits = self.logits(output)
+            if options.visit is not None:
+                options.visit(logits)
+            token = choose(logits, options.temperature, options.generator)
             tokens.append(token.masked_fill(ended, _PADDING_ID))
             ended = ended | (token == _END_ID)
             step = len(tokens)

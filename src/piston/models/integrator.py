@@ -29,7 +29,7 @@ from piston.observation import Actions
 Jacobian = Literal["full", "identity"]
 # The velocity of noisy actions at the given step of the integrator.
 Velocity = Callable[[Actions, int], Actions]
-Visit = Callable[[Actions], object]
+Visit = Callable[[Tensor], object]
 
 
 @dataclasses.dataclass(frozen=True)

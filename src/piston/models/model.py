@@ -45,7 +45,8 @@ class ActOptions:
     generator: torch.Generator | None = None
     # Towards the previous chunk.
     guidance: Guidance | None = None
-    # Is called with the noisy actions before each step of the integrator, and with the result.
+    # Is called with the noisy actions before each step of the integrator, and with the result; of a
+    # model that decodes tokens, with the logits (b, vocabulary) of each token.
     visit: Visit | None = None
     # Of decoding; 0 takes the likeliest token.
     temperature: float = 0.0

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
-import torch
 from jaxtyping import Float
-from torch import Tensor
 
 from piston.inference.policy import Policy
-from piston.observation import Observation
+from piston.inspection.inside import denoising_path
+from piston.inspection.probe import Intervention, Probe
 from piston.report.markup import (
     Line,
     Markup,
@@ -31,7 +29,6 @@ from piston.report.transforms import Sample, TraceStep, follow
 from piston.sim.scores import latency_percentiles
 
 _NUM_DRAWS = 4
-_SEED = 0
 # A full-size model on a CPU takes seconds per inference: measure as often as this allows.
 _MAX_TIMED, _TIMING_SECONDS = 20, 3.0
 _NUM_JOINTS_DENOISED = 6
@@ -59,32 +56,21 @@ class Prediction:
 
 def predict(policy: Policy, sample: Sample) -> Prediction:
     model, seen = policy.model, sample.seen_by_model
-    shape = (model.config.action_horizon, model.config.action_dim)
-    noise = np.random.default_rng(_SEED).standard_normal((_NUM_DRAWS, *shape), np.float32)
-    requests = [sample.observation]
-    if model.config.denoises:
-        requests = [{**sample.observation, "noise": one} for one in noise]
-    chunks = np.stack([answer["actions"] for answer in policy.infer_batch(requests)])
-    if chunks.shape[1:] != sample.recorded.shape:
-        raise ValueError(
-            f"The policy's chunks are {chunks.shape[1:]} (steps, dimensions), the recorded ones "
-            f"{sample.recorded.shape}: they cannot be compared."
-        )
+    probe = Probe(policy, range(_NUM_DRAWS))
+    chunks = probe.chunks(sample.at, [Intervention()])[0]
+    sample.at.error(chunks)  # Raises ValueError if they cannot be compared.
     denoised: np.ndarray | None = None
     back: tuple[TraceStep, ...] = ()
-    if model.config.denoises:
-        path: list[Tensor] = []
-        observation = Observation.from_dict(_batch_of_one(seen)).to(policy.device)
-        start = torch.from_numpy(noise[:1]).to(policy.device)
-        model.act(observation, start, num_steps=policy.num_steps, visit=path.append)
-        denoised = torch.cat(path).cpu().numpy()
+    if probe.noise is not None:
+        inputs = policy.prepare(sample.at.observation).inputs
+        denoised = denoising_path(policy, inputs, probe.noise[0])
         actions = {"state": seen["state"], "actions": denoised[-1]}
         back = follow({"to the robot": sample.pipeline.output_transforms()}, actions)
-        denoised = denoised[..., : sample.recorded.shape[-1]]
+        denoised = denoised[..., : chunks.shape[-1]]
     seconds: list[float] = []
     began = time.perf_counter()
     while len(seconds) < _MAX_TIMED and time.perf_counter() - began < _TIMING_SECONDS:
-        seconds.append(policy.infer(requests[0])["policy_timing"]["infer_ms"] / 1e3)
+        seconds.append(policy.infer(sample.at.observation)["policy_timing"]["infer_ms"] / 1e3)
     return Prediction(
         family=model.config.family,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -97,20 +83,14 @@ def predict(policy: Policy, sample: Sample) -> Prediction:
     )
 
 
-def _batch_of_one(data: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: _batch_of_one(value) if isinstance(value, Mapping) else np.asarray(value)[None]
-        for key, value in data.items()
-    }
-
-
 def chunk(sample: Sample, prediction: Prediction) -> Markup:
     """Return the section with the policy's chunks against what was recorded."""
-    draws, fps = len(prediction.chunks), sample.fps
+    draws, fps, at = len(prediction.chunks), sample.fps, sample.at
+    errors = np.abs(at.error(prediction.chunks[0]))
     known = "held out of training" if sample.held_out else "part of what was trained on"
     text = (
         f"{sample} ({known}). Solid: what the policy predicts from this frame, "
-        f"{len(sample.recorded)} steps ({len(sample.recorded) / fps:.1f} s), in the robot's units. "
+        f"{len(at.recorded)} steps ({len(at.recorded) / fps:.1f} s), in the robot's units. "
         "The number is its mean distance from what was recorded."
     )
     if draws > 1:
@@ -118,17 +98,18 @@ def chunk(sample: Sample, prediction: Prediction) -> Markup:
             f" Pale: {draws - 1} more predictions, each from another random noise. Where they "
             "differ much, the policy is not sure what to do."
         )
-    seconds = np.arange(len(sample.recorded)) / fps
-    widest = float(np.ptp(sample.recorded[sample.is_real], axis=0).max())
+    seconds = np.arange(len(at.recorded)) / fps
+    widest = float(np.ptp(at.recorded[at.is_real], axis=0).max())
     figures = []
     for dim, name in enumerate(sample.names):
-        recorded, chunks = sample.recorded[:, dim], prediction.chunks[:, :, dim]
-        error = np.abs(chunks[0] - recorded)[sample.is_real].mean()
+        recorded, chunks = at.recorded[:, dim], prediction.chunks[:, :, dim]
         # Behind the end of the episode nothing was recorded.
-        real = np.where(sample.is_real, recorded, np.nan)
+        real = np.where(at.is_real, recorded, np.nan)
         lines = [Line(seconds, one, "accent", opacity=0.35) for one in chunks[1:]]
         lines += [Line(seconds, chunks[0], "accent"), Line(seconds, real, "ink")]
-        figures.append(small_plot(name, lines, value=f"{error:.2g}", widest=widest))
+        figures.append(
+            small_plot(name, lines, value=f"{np.nanmean(errors[:, dim]):.2g}", widest=widest)
+        )
     return multiples(text, [("ink", "recorded"), ("accent", "policy")], figures)
 
 
@@ -137,10 +118,16 @@ def denoising(sample: Sample, prediction: Prediction) -> Markup:
     path = prediction.denoised
     if path is None:
         raise Missing(f"{prediction.family} writes tokens and does not denoise.")
-    last, horizon, dims = len(path) - 1, *path.shape[1:]
-    recorded = np.asarray(sample.seen_by_model["actions"])[:, :dims]
+    recorded = np.asarray(sample.seen_by_model["actions"])[:, : path.shape[-1]]
+    return denoising_figure(path, recorded, sample.names)
+
+
+def denoising_figure(
+    path: Float[np.ndarray, "k h a"], recorded: Float[np.ndarray, "h a"], names: Sequence[str]
+) -> Markup:
+    last, horizon = len(path) - 1, path.shape[1]
     text = (
-        "How noise becomes actions, for the same frame, in the model's normalised units. Time 1 is "
+        "How noise becomes the actions of one frame, in the model's normalised units. Time 1 is "
         "noise, time 0 the actions. In the pictures a row is a dimension, a column one of "
         f"{horizon} steps of the chunk; blue is −{_NOISE_LIMIT:g}, orange +{_NOISE_LIMIT:g}. The "
         "picture at time 0 should resemble the recorded one. Below, the dimensions that move most."
@@ -158,5 +145,5 @@ def denoising(sample: Sample, prediction: Prediction) -> Markup:
         ]
         lines.append(Line(steps, recorded[:, dim], "ink"))
         lines.append(Line(steps, path[-1, :, dim], "accent"))
-        figures.append(small_plot(sample.names[dim], lines, "step of the chunk"))
+        figures.append(small_plot(names[dim], lines, "step of the chunk"))
     return multiples(text, looks, figures, tag("div", *pictures, class_="strip"))

@@ -1,7 +1,4 @@
-"""One real frame of the run's data set, followed through every transform to the model and back.
-
-Dims: h steps read, a action dim.
-"""
+"""One real frame of the run's data set, followed through every transform to the model and back."""
 
 from __future__ import annotations
 
@@ -11,11 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float
 
 from piston.config import DataConfig
 from piston.data.dataset import LeRobotDataset
-from piston.data.pipeline import PADDING_KEY, PromptFromItem, action_names, repacked
+from piston.data.pipeline import PromptFromItem
+from piston.inspection.frames import Frame, Frames
 from piston.progress import shortened
 from piston.report.dataset import data_may_be_missing, held_out_episodes
 from piston.report.markup import Markup, Missing, join, note, picture, table, tag
@@ -42,18 +39,13 @@ class TraceStep(NamedTuple):
 class Sample:
     # The run's, with the statistics of its checkpoint.
     pipeline: DataConfig
-    episode: int
-    frame: int
+    # What a robot would send to the policy, and what it did from there on.
+    at: Frame
     fps: float
     # The model did not train on it.
     held_out: bool
     # From the item of the data set to what the model sees.
     trace: tuple[TraceStep, ...]
-    # What a robot would send to the policy.
-    observation: Data
-    # What the robot did from this frame on, in its own space; past the episode's end it is made up.
-    recorded: Float[np.ndarray, "h a"]
-    is_real: Bool[np.ndarray, " h"]
     # Of the actions' dimensions.
     names: tuple[str, ...]
 
@@ -62,7 +54,7 @@ class Sample:
         return self.trace[-1].data
 
     def __str__(self) -> str:
-        return f"Episode {self.episode}, frame {self.frame} of {self.pipeline.repo_id}"
+        return f"Episode {self.at.episode}, frame {self.at.frame} of {self.pipeline.repo_id}"
 
 
 def choose_sample(run: Run, sets: Sequence[LeRobotDataset]) -> Sample:
@@ -82,34 +74,19 @@ def choose_sample(run: Run, sets: Sequence[LeRobotDataset]) -> Sample:
 
 
 def _read_sample(dataset: LeRobotDataset, pipeline: DataConfig, held_out: Sequence[int]) -> Sample:
-    position = len(dataset.episodes) // 2
-    if held_out:
-        position = [episode.index for episode in dataset.episodes].index(held_out[0])
-    begin, end = dataset.episode_bounds[position]
-    item = dataset[int(begin + _SHARE_OF_EPISODE * (end - begin))]
+    frames = Frames(dataset, pipeline)
+    episode = held_out[0] if held_out else list(frames.episodes)[len(frames.episodes) // 2]
+    item = frames.item(episode, int(_SHARE_OF_EPISODE * frames.episodes[episode]))
     dataset.close()
-    padding = np.asarray(item[f"{pipeline.action_sequence_keys[0]}_is_pad"])
     tasks = (PromptFromItem(),) if pipeline.prompt_from_task else ()
     stages = {"data set": (), "prompt": tasks, **pipeline.input_stages(training=True)}
-    trace = follow(stages, {**item, PADDING_KEY: padding})
-    own = [step for step in trace if step.stage in ("data set", "prompt", "repack")][-1].data
-    keys = pipeline.action_sequence_keys
-    parts = [np.asarray(item[key], np.float32).reshape(len(padding), -1) for key in keys]
-    recorded = np.concatenate(parts, axis=-1)
-    # The robot's names of what it is told, which it does not send.
-    names = repacked(pipeline) or {key: key for key in keys}
-    told = {PADDING_KEY, *(name for name, key in names.items() if key in keys)}
     return Sample(
         pipeline=pipeline,
-        episode=int(item["episode_index"]),
-        frame=int(item["frame_index"]),
-        fps=float(dataset.fps),
+        at=frames.frame_of(item),
+        fps=frames.fps,
         held_out=bool(held_out),
-        trace=trace,
-        observation={k: v for k, v in own.items() if k not in told},
-        recorded=recorded,
-        is_real=~padding,
-        names=action_names(dataset, pipeline, recorded.shape[-1]),
+        trace=follow(stages, item),
+        names=frames.action_names,
     )
 
 

@@ -235,6 +235,14 @@ class FASTPrompt:
         ids = ids[: min((end for end in ends if end is not None), default=len(ids))]
         return self.fast.decode([self._first_id - index for index in ids], horizon, action_dim)
 
+    def describe(self, index: int) -> str:
+        """Return what a token of the model stands for, for people to read."""
+        code = self._first_id - index
+        if 0 <= code < self.fast.vocab_size:
+            return f"code {code}"
+        special = {self.text.pad_id: "<pad>", self.text.eos_id: "<eos>", self.text.bos_id: "<bos>"}
+        return special.get(index) or self.text.decode([index])
+
     @functools.cached_property
     def _first_id(self) -> int:
         """Return the id of code 0; codes count down from it."""

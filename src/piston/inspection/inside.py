@@ -1,0 +1,219 @@
+"""Inside one inference: the denoising path, where action tokens attend, or the written tokens.
+
+Attention says from where a layer reads, not what matters to the actions: a policy may attend to a
+region and ignore what it reads there. To learn what matters, ask a `Probe`.
+
+Dims: k steps of the integrator and its result, h horizon, a action dim, l layers, n heads,
+t suffix tokens, s tokens attended to, r rows and c columns of patches, w words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from piston.inference.policy import Policy
+from piston.inspection.frames import Frame
+from piston.inspection.probe import Intervention, Probe
+from piston.models.flow import Pi0
+from piston.models.gemma import ExpertLayer, KVCache
+from piston.observation import Observation, stack_samples
+from piston.tokenizers.text import TextTokenizer
+from piston.transforms import Data, compose, name_of
+from piston.transforms.prompts import TokenizeFASTInputs, TokenizePrompt
+
+T = TypeVar("T")
+
+_NUM_LIKELY = 3
+START, END = "(start)", "(end)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """How the action tokens' attention is shared out, per layer, mean over heads, action tokens and
+    steps of the integrator. All shares of a layer together are 1.
+    """
+
+    # By slot of the model.
+    images: Mapping[str, Float[np.ndarray, "l r c"]]
+    words: tuple[str, ...]
+    of_words: Float[np.ndarray, "l w"]
+    # None for a model whose state is in the prompt.
+    of_state: Float[np.ndarray, " l"] | None
+    of_actions: Float[np.ndarray, " l"]
+
+
+@dataclasses.dataclass(frozen=True)
+class WrittenToken:
+    text: str
+    probability: float
+    # The likeliest of all tokens, with their probabilities.
+    likely: tuple[tuple[str, float], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Inside:
+    """A model that denoises has the first three; one that writes tokens has those alone."""
+
+    # From noise (first) to actions (last), in the model's normalised units.
+    path: Float[np.ndarray, "k h a"] | None = None
+    # What was recorded, in the same units.
+    recorded: Float[np.ndarray, "h a"] | None = None
+    attention: Attention | None = None
+    written: tuple[WrittenToken, ...] = ()
+
+
+def inside(probe: Probe, frame: Frame, intervention: Intervention | None = None) -> Inside:
+    """Look into the inference for one frame, with the first of the probe's noise seeds."""
+    policy, seen = probe.policy, probe.prepare(frame, intervention or Intervention())
+    if probe.noise is None:
+        return Inside(written=_written(policy, seen))
+    model = policy.model
+    assert isinstance(model, Pi0)
+    rows: list[list[Tensor]] = [[] for _ in model.action_expert.layers]  # per layer and step
+
+    def record(layer: int, weights: Float[Tensor, "b n t s"]) -> None:
+        rows[layer].append(weights[0, :, -model.config.action_horizon :].mean((0, 1)))
+
+    with record_attention(model.action_expert.layers, record):
+        path = denoising_path(policy, seen, probe.noise[0])
+    shares = torch.stack([torch.stack(steps).mean(0) for steps in rows]).cpu().numpy()
+    dim = frame.recorded.shape[-1]
+    as_recorded = compose(policy.data.input_transforms(training=False))
+    recorded = as_recorded({**frame.observation, "actions": frame.recorded})["actions"]
+    return Inside(
+        path=path[..., :dim],
+        recorded=np.asarray(recorded)[..., :dim],
+        attention=_attention(model, _the(TokenizePrompt, policy).tokenizer, seen, shares),
+    )
+
+
+def denoising_path(
+    policy: Policy, seen: Data, noise: Float[np.ndarray, "h a"]
+) -> Float[np.ndarray, "k h a"]:
+    """Return the noisy actions before each step of the integrator, and the result."""
+    path: list[Tensor] = []
+    start = torch.from_numpy(noise[None]).to(policy.device)
+    policy.model.act(_observed(policy, seen), start, num_steps=policy.num_steps, visit=path.append)
+    return torch.cat(path).cpu().numpy()
+
+
+def _observed(policy: Policy, seen: Data) -> Observation:
+    without_noise = {key: value for key, value in seen.items() if key != "noise"}
+    return Observation.from_dict(stack_samples([without_noise])).to(policy.device)
+
+
+@contextlib.contextmanager
+def record_attention(
+    layers: Sequence[ExpertLayer], record: Callable[[int, Float[Tensor, "b n t s"]], object]
+) -> Iterator[None]:
+    """Call `record(layer, weights)` for every pass through a layer; results do not change.
+
+    The weights are computed again, from the queries and keys that the layer uses.
+    """
+    queries: dict[int, Tensor] = {}
+
+    def keep_queries(number: int, output: Tensor) -> None:
+        queries[number] = output
+
+    def compute(number: int, layer: ExpertLayer, inputs: Any, cache: KVCache) -> None:
+        _, _, rope, mask, *_ = inputs
+        size = layer.attention.size
+        heads = (size.num_heads, size.head_dim)
+        query = rope.rotate(queries.pop(number).unflatten(-1, heads)).transpose(1, 2)
+        keys = cache.read()[0].repeat_interleave(size.num_heads // size.num_kv_heads, 1)
+        logits = query.float() @ keys.float().transpose(-1, -2) / size.head_dim**0.5
+        if mask is not None:
+            logits = logits.masked_fill(~mask[:, None], -torch.inf)
+        record(number, logits.softmax(-1))
+
+    with contextlib.ExitStack() as hooks:
+        for i, layer in enumerate(layers):
+            on_query = layer.attention.query.register_forward_hook(
+                lambda _module, _inputs, output, i=i: keep_queries(i, output)
+            )
+            on_layer = layer.register_forward_hook(
+                lambda module, inputs, output, i=i: compute(i, module, inputs, output[1])
+            )
+            hooks.callback(on_query.remove)
+            hooks.callback(on_layer.remove)
+        yield
+
+
+def _attention(
+    model: Pi0, tokenizer: TextTokenizer, seen: Data, shares: Float[np.ndarray, "l s"]
+) -> Attention:
+    """Share out the packed tokens: present cameras, words, the state if it is a token, actions."""
+    side = model.config.image_size // model.config.vision.patch
+    images, begin = {}, 0
+    for camera in model.config.cameras:
+        if seen["image_mask"][camera]:
+            end = begin + side * side
+            images[camera] = shares[:, begin:end].reshape(-1, side, side)
+            begin = end
+    ids = seen["tokenized_prompt"][np.asarray(seen["tokenized_prompt_mask"])]
+    words, places = words_of(tokenizer, ids.tolist())
+    belongs = np.eye(len(words), dtype=shares.dtype)[places]
+    suffix = shares[:, begin + len(ids) :]
+    horizon = model.config.action_horizon
+    return Attention(
+        images=images,
+        words=words,
+        of_words=shares[:, begin : begin + len(ids)] @ belongs,
+        of_state=suffix[:, 0] if model.suffix.has_state else None,
+        of_actions=suffix[:, -horizon:].sum(1),
+    )
+
+
+def words_of(tokenizer: TextTokenizer, ids: Sequence[int]) -> tuple[tuple[str, ...], list[int]]:
+    """Return the words of a prompt, and the place among them that each token belongs to."""
+    text = tokenizer.decode(ids)
+    words = (START, *text.split(), END)
+    length = len(text.rstrip())
+    places = []
+    for count, index in enumerate(ids, 1):
+        before = tokenizer.decode(ids[:count])
+        if index == tokenizer.bos_id:
+            places.append(0)
+        elif len(before) > length:
+            places.append(len(words) - 1)
+        else:
+            places.append(min(len(before.split()), len(words) - 2))
+    return words, places
+
+
+def _written(policy: Policy, seen: Data) -> tuple[WrittenToken, ...]:
+    """Return the tokens of a model that writes them, with those that it could have written."""
+    logits: list[Tensor] = []
+    tokens = policy.model.act(_observed(policy, seen), visit=logits.append)[0].tolist()
+    prompt = _the(TokenizeFASTInputs, policy).prompt
+    written = []
+    for token, one in zip(tokens, logits, strict=True):
+        probabilities = one[0].softmax(-1)
+        best = probabilities.topk(min(_NUM_LIKELY, len(probabilities)))
+        likely = zip(best.indices.tolist(), best.values.tolist())
+        written.append(
+            WrittenToken(
+                text=prompt.describe(token),
+                probability=float(probabilities[token]),
+                likely=tuple((prompt.describe(index), value) for index, value in likely),
+            )
+        )
+    return tuple(written)
+
+
+def _the(kind: type[T], policy: Policy) -> T:
+    """Return the transform of this kind in the policy's pipeline."""
+    transforms = policy.data.model_transforms.inputs
+    found = [one for one in transforms if isinstance(one, kind)]
+    if not found:
+        names = ", ".join(map(name_of, transforms))
+        raise LookupError(f"The policy's pipeline has no {kind.__name__}; it has {names}.")
+    return found[0]
