@@ -20,7 +20,7 @@ from piston.observation import Observation, stack_samples
 from piston.transforms import Data, compose
 
 # Keys of a request besides the robot's own.
-_REQUEST_KEYS = ("noise", "seed", "rtc")
+REQUEST_KEYS = ("noise", "seed", "rtc")
 _RTC_STEPS = ("delay", "execute_horizon")
 
 
@@ -145,7 +145,7 @@ class Policy:
 
         Raises ValueError or LookupError if the observation is wrong.
         """
-        data = {key: value for key, value in observation.items() if key not in _REQUEST_KEYS}
+        data = {key: value for key, value in observation.items() if key not in REQUEST_KEYS}
         if np.ndim(data.get("state", ())) > 1:
             raise ValueError("An observation is of one robot; its state has a batch axis.")
         rtc = observation.get("rtc")

@@ -1,8 +1,9 @@
 """Record what a server is asked and answers, as a LeRobot data set.
 
 Each inference becomes one frame: the observation under `observation.…`, the first action of the
-chunk under `action` and the whole of it under `action_chunk`. A new prompt, or a pause, begins a
-new episode. Made for one robot: the frames of several would be mixed.
+chunk under `action` and the whole of it under `action_chunk`, and under `request_time` the seconds
+since the first request of the episode. A new prompt, or a pause, begins a new episode. Made for one
+robot: the frames of several would be mixed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from piston.data.recorder import Recorder
-from piston.inference.policy import Policy, PreparedObservation
+from piston.inference.policy import REQUEST_KEYS, Policy, PreparedObservation
 from piston.transforms import flatten_dict
 from piston.transforms.images import to_uint8_hwc
 
@@ -24,7 +25,16 @@ logger = logging.getLogger(__name__)
 
 # An episode ends if no request comes for this many seconds.
 _PAUSE = 5.0
-_NO_PROMPT = "no prompt given"
+# The task of requests without a prompt.
+NO_PROMPT = "no prompt given"
+# The columns of a recording that are not the robot's: the answer, and when it was asked for.
+ACTION, CHUNK, TIME = "action", "action_chunk", "request_time"
+
+
+def recorded_column(key: str, *, is_image: bool) -> str:
+    """Return the column for a key of the robot's observation, such as `images/cam_high`."""
+    name = key.replace("/", ".").removeprefix("observation.")
+    return f"observation.{'images.' if is_image else ''}{name.removeprefix('images.')}"
 
 
 class RecordingPolicy:
@@ -40,7 +50,7 @@ class RecordingPolicy:
         self._policy, self._folder, self._fps, self._clock = policy, Path(folder), fps, clock
         self._folder.mkdir(parents=True, exist_ok=True)  # fails now rather than in an hour
         self._recorder: Recorder | None = None
-        self._prompt, self._last = "", 0.0
+        self._prompt, self._began, self._last = "", 0.0, 0.0
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -50,10 +60,11 @@ class RecordingPolicy:
         return self._policy.prepare(observation)
 
     def infer_batch(self, observations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        now = float(self._clock())
         results = self._policy.infer_batch(observations)
         for observation, result in zip(observations, results, strict=True):
             try:
-                self._add(observation, np.asarray(result["actions"], np.float32))
+                self._add(observation, np.asarray(result["actions"], np.float32), now)
             except (ValueError, OSError) as error:
                 # The robot gets its actions all the same.
                 logger.error("Not recorded: %s", error)
@@ -65,15 +76,17 @@ class RecordingPolicy:
             self._recorder.finalize()
             self._recorder = None
 
-    def _add(self, observation: Mapping[str, Any], chunk: np.ndarray) -> None:
-        prompt = str(observation.get("prompt", _NO_PROMPT))
+    def _add(self, observation: Mapping[str, Any], chunk: np.ndarray, now: float) -> None:
+        prompt = str(observation.get("prompt", NO_PROMPT))
         frame = _frame(observation, chunk)
-        now = self._clock()
         if self._recorder is None:
             self._recorder = Recorder(self._folder, self._fps, _features(frame), resume=True)
         elif prompt != self._prompt or now - self._last > _PAUSE:
             self._end_episode(self._recorder)
+        if not self._recorder.num_unsaved_frames:
+            self._began = now
         self._prompt, self._last = prompt, now
+        frame[TIME] = np.array([now - self._began], np.float32)
         self._recorder.add_frame(frame, task=prompt)
 
     def _end_episode(self, recorder: Recorder) -> None:
@@ -83,14 +96,15 @@ class RecordingPolicy:
 
 
 def _frame(observation: Mapping[str, Any], chunk: np.ndarray) -> dict[str, np.ndarray]:
-    frame = {"action": chunk[0], "action_chunk": chunk}
-    for key, value in flatten_dict(observation).items():
+    own = {key: value for key, value in observation.items() if key not in REQUEST_KEYS}
+    frame = {ACTION: chunk[0], CHUNK: chunk, TIME: np.zeros(1, np.float32)}
+    for key, value in flatten_dict(own).items():
         array = np.asarray(value)
-        name = key.removeprefix("observation/").replace("/", ".")
         if array.ndim == 3:
-            frame[f"observation.images.{name.removeprefix('images.')}"] = to_uint8_hwc(array, key)
-        elif array.ndim == 1 and np.issubdtype(array.dtype, np.number):
-            frame[f"observation.{name}"] = array.astype(np.float32)
+            frame[recorded_column(key, is_image=True)] = to_uint8_hwc(array, key)
+        elif array.ndim <= 1 and np.issubdtype(array.dtype, np.number):
+            numbers = np.atleast_1d(array).astype(np.float32)
+            frame[recorded_column(key, is_image=False)] = numbers
     return frame
 
 

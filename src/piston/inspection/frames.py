@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,9 +16,12 @@ from jaxtyping import Bool, Float
 
 from piston.config import DataConfig
 from piston.data.dataset import LeRobotDataset
+from piston.data.format import locate, read_features, read_info
+from piston.data.metadata import Metadata
 from piston.data.pipeline import PADDING_KEY, PromptFromItem, action_names, open_source, repacked
 from piston.inference.policy import Policy
-from piston.transforms import Data, compose, flatten_dict
+from piston.inference.recording import ACTION, CHUNK, NO_PROMPT, recorded_column
+from piston.transforms import Data, Group, RepackTransform, compose, flatten_dict
 
 
 class StateDim(NamedTuple):
@@ -37,7 +40,8 @@ class Frame:
     frame: int
     # In the robot's own keys, with the prompt.
     observation: Data
-    # What the robot did from here on, in its own units; past the episode's end it is made up.
+    # What the robot did from here on, in its own units; past the episode's end it is made up. In a
+    # recording of a server it is the chunk that was answered.
     recorded: Float[np.ndarray, "h a"]
     is_real: Bool[np.ndarray, " h"]
 
@@ -73,10 +77,18 @@ class Frames:
         self.action_names = action_names(source, pipeline, dim)
 
     @classmethod
-    def open(cls, policy: Policy, repo_id: str | Path, episodes: str | None = None) -> Frames:
-        """Open a data set of the policy's robot.
+    def open(
+        cls,
+        policy: Policy,
+        repo_id: str | Path,
+        episodes: str | None = None,
+        *,
+        needs_cameras: bool = True,
+    ) -> Frames:
+        """Open a data set of the policy's robot, or a recording of a server.
 
         Raises KeyError or ValueError if it does not have what the policy's pipeline takes from it.
+        Without `needs_cameras`, the cameras that it does not have are left out.
         """
         pipeline = dataclasses.replace(
             policy.data,
@@ -86,7 +98,17 @@ class Frames:
             set_shares=(),
             not_readable=None,
         )
+        root = locate(repo_id)
+        if CHUNK in (features := read_features(read_info(root))):
+            pipeline = _of_recording(policy, pipeline, features)
+        if not needs_cameras:
+            pipeline = _with_cameras(policy, pipeline, Metadata.read(root).cameras)
         return cls(open_source(pipeline, policy.model.config), pipeline)
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether a server recorded this: its frames are requests, not control steps."""
+        return CHUNK in self.source.keys
 
     @property
     def episodes(self) -> dict[int, int]:
@@ -125,12 +147,18 @@ class Frames:
         own = self._repack(item)
         keys = self.pipeline.action_sequence_keys
         parts = [np.asarray(item[key], np.float32).reshape(len(padding), -1) for key in keys]
+        recorded, is_real = np.concatenate(parts, axis=-1), ~padding
+        if self.is_recording:
+            recorded = np.asarray(item[CHUNK], np.float32)
+            is_real = np.ones(len(recorded), bool)
+            if own["prompt"] == NO_PROMPT:
+                del own["prompt"]
         return Frame(
             episode=int(item["episode_index"]),
             frame=int(item["frame_index"]),
             observation={key: value for key, value in own.items() if key not in self._told},
-            recorded=np.concatenate(parts, axis=-1),
-            is_real=~padding,
+            recorded=recorded,
+            is_real=is_real,
         )
 
     @property
@@ -175,6 +203,57 @@ class Frames:
         return sorted(set(places))
 
 
+def _of_recording(policy: Policy, pipeline: DataConfig, features: Mapping[str, Any]) -> DataConfig:
+    """Return the pipeline for the columns that a server records of the policy's robot."""
+
+    def columns(described: Mapping[str, Any], path: str = "") -> Data:
+        found: Data = {}
+        for name, about in described.items():
+            if "dtype" not in about:
+                found[name] = columns(about, f"{path}{name}/")
+            elif about["dtype"] != "str":
+                column = recorded_column(f"{path}{name}", is_image="slot" in about)
+                if about["required"] or column in features:
+                    found[name] = column
+        return found
+
+    if "observation" not in policy.metadata:
+        raise ValueError(
+            f"{pipeline.repo_id} is a recording of a server, but the policy does not describe its "
+            "robot's observation, which is needed to read it."
+        )
+    structure = {**columns(policy.metadata["observation"]), "actions": ACTION}
+    about = {key: value for key, value in pipeline.robot_metadata.items() if key != "control_hz"}
+    return dataclasses.replace(
+        pipeline,
+        repack_transforms=Group([RepackTransform(structure)]),
+        action_sequence_keys=(ACTION,),
+        prompt_from_task=True,
+        robot_metadata=about,  # a recording has as many frames per second as there were requests
+    )
+
+
+def _with_cameras(policy: Policy, pipeline: DataConfig, cameras: Sequence[str]) -> DataConfig:
+    """Return the pipeline without the cameras that a data set does not have."""
+    transforms = pipeline.repack_transforms.inputs
+    if not transforms or not isinstance(transforms[0], RepackTransform):
+        return pipeline
+    paths = camera_paths(policy).values()
+
+    def kept(structure: Mapping[str, Any], path: str = "") -> Data:
+        found: Data = {}
+        for name, key in structure.items():
+            if not isinstance(key, Mapping):
+                if f"{path}{name}" not in paths or key in cameras:
+                    found[name] = key
+            elif inner := kept(key, f"{path}{name}/"):
+                found[name] = inner
+        return found
+
+    repack = RepackTransform(kept(transforms[0].structure))
+    return dataclasses.replace(pipeline, repack_transforms=Group([repack, *transforms[1:]]))
+
+
 def state_dims(policy: Policy, observation: Mapping[str, Any]) -> list[StateDim]:
     """Return the numbers of an observation's state, in the policy's order."""
     described = policy.metadata.get("observation", {})
@@ -198,9 +277,14 @@ def camera_names(policy: Policy) -> dict[str, str]:
 
     Slots without a camera of this robot are not among them.
     """
+    return {slot: path.removeprefix("images/") for slot, path in camera_paths(policy).items()}
+
+
+def camera_paths(policy: Policy) -> dict[str, str]:
+    """Return where the camera of each slot is in the robot's observation, as `images/cam_high`."""
     described = flatten_dict(policy.metadata.get("observation", {}))
     return {
-        slot: path.removesuffix("/slot").removeprefix("images/")
+        slot: path.removesuffix("/slot")
         for path, slot in described.items()
         if path.endswith("/slot")
     }

@@ -1,0 +1,271 @@
+"""A live set against training: each fault is recognised, with no other verdict."""
+
+import dataclasses
+import types
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from piston import presets
+from piston.data.recorder import Recorder
+from piston.inference.policy import Policy
+from piston.inference.recording import RecordingPolicy
+from piston.inspection import Frames
+from piston.inspection.live import Measured, compare, compare_measured, verdicts
+from piston.inspection.results import as_json
+from piston.robots import RobotInputs
+from piston.robots.description import with_robot
+from piston.weights import build_model
+
+RATE, STEPS, PIXELS = 10, 40, 64
+NAMES = ("shoulder", "elbow", "gripper")
+COLUMNS = {"front": "video.front", "wrist": "video.wrist", "joints": "qpos", "targets": "told"}
+ROBOT = RobotInputs(
+    name="two joints",
+    cameras={"front": "base_0_rgb", "wrist": "left_wrist_0_rgb"},
+    state={"joints": NAMES},
+    actions={"targets": NAMES},
+    images="images",
+    columns=COLUMNS,
+)
+
+
+@pytest.fixture(scope="module")
+def policy():
+    config = with_robot(presets.get("tiny_robot"), ROBOT)
+    pipeline = config.data.create(config.assets_dirs, config.model)
+    return Policy(build_model(config.model), dataclasses.replace(pipeline, norm_stats={}))
+
+
+@pytest.fixture(scope="module")
+def training(policy, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("training") / "set"
+    write(folder, [episode(seed) for seed in range(16)])
+    return Measured(policy, Frames.open(policy, folder), num_pictures=128)
+
+
+def scene(seed):
+    """A background of coloured patches, with more red than blue."""
+    patches = np.random.default_rng(seed).integers(30, 200, (5, 5, 3)).astype(np.uint8)
+    patches[..., 2] //= 2
+    return np.asarray(Image.fromarray(patches).resize((PIXELS, PIXELS), Image.Resampling.BICUBIC))
+
+
+SCENES = {"front": scene(1), "wrist": scene(2)}
+
+
+def pictures(state):
+    """A box at the place that the joints say, whose height is the gripper's opening."""
+    found = {}
+    for name, background in SCENES.items():
+        image = background.copy()
+        x, y = ((0.5 + 0.4 * np.clip(state[:2], -1, 1)) * PIXELS).astype(int)
+        image[max(0, y - 3) : y + 4 + int(8 * state[2]), max(0, x - 6) : x + 7] = (230, 230, 230)
+        found[name] = image
+    return found
+
+
+def episode(seed, prompt="wave"):
+    """Frames of joints that follow their targets to a random place, where the gripper closes."""
+    random = np.random.default_rng(seed)
+    start, goal = random.uniform(-0.8, 0.8, (2, 2))
+    state, frames = np.array([*start, 1.0]), []
+    for step in range(STEPS):
+        share = min(1.0, step / 25)
+        target = np.array([*(start + share * (goal - start)), 1.0 if step < 28 else 0.2])
+        frames.append(
+            {
+                "images": pictures(state),
+                "joints": state.astype(np.float32),
+                "targets": target.astype(np.float32),
+                "prompt": prompt,
+            }
+        )
+        state = state + 0.7 * (target - state) + random.normal(0, 0.002, 3)
+    return frames
+
+
+def changed(frames, state=None, image=None):
+    """Frames with a function of the state, or of the images by name, applied."""
+    return [
+        {
+            **one,
+            "joints": np.asarray(state(one["joints"]) if state else one["joints"], np.float32),
+            "images": {k: np.ascontiguousarray(v) for k, v in image(one["images"]).items()}
+            if image
+            else one["images"],
+        }
+        for one in frames
+    ]
+
+
+def write(folder, episodes, rate=RATE, cameras=("front", "wrist")):
+    """An ordinary data set of the robot."""
+    shape = next(iter(episodes[0][0]["images"].values())).shape
+    image = {"dtype": "video", "shape": shape}
+    vector = {"dtype": "float32", "shape": (3,), "names": list(NAMES)}
+    features = {COLUMNS[name]: image for name in cameras}
+    features |= {COLUMNS[name]: vector for name in ("joints", "targets")}
+    with Recorder(folder, rate, features, codec="h264") as recorder:
+        for frames in episodes:
+            for one in frames:
+                flat = {**one, **one["images"]}
+                frame = {COLUMNS[k]: flat[k] for k in cameras}
+                frame |= {COLUMNS[k]: flat[k].astype("f4") for k in ("joints", "targets")}
+                recorder.add_frame(frame, one["prompt"])
+            recorder.save_episode()
+    return folder
+
+
+class Replay(Policy):
+    """A policy that answers with what an episode has next."""
+
+    def infer_batch(self, observations):
+        return [{"actions": self.answer} for _ in observations]
+
+
+def serve(policy, folder, episodes, every=5, rate=RATE):
+    """A recording of a server that is asked `every` so many steps."""
+    clock = types.SimpleNamespace(now=0.0)
+    replay = Replay(policy.model, policy.data)
+    recording = RecordingPolicy(replay, folder, fps=10.0, clock=lambda: clock.now)
+    for frames in episodes:
+        targets = np.stack([one["targets"] for one in frames])
+        targets = np.concatenate([targets, np.repeat(targets[-1:], 10, axis=0)])
+        for step in range(0, STEPS, every):
+            replay.answer = targets[step : step + 10]
+            sent = {key: value for key, value in frames[step].items() if key != "targets"}
+            recording.infer_batch([sent])
+            clock.now += every / rate
+        clock.now += 100
+    recording.close()
+    return folder
+
+
+def found(policy, training, folder, **options):
+    live = Measured(policy, Frames.open(policy, folder, **options), num_pictures=48)
+    comparison = compare_measured(training, live)
+    return {(one.kind, one.subject): one for one in verdicts(comparison)}
+
+
+LIVE = [episode(seed) for seed in range(100, 106)]
+
+
+def of_all(**changes):
+    return [changed(frames, **changes) for frames in LIVE]
+
+
+def test_an_equal_set_and_its_recording_raise_nothing(policy, training, tmp_path):
+    assert not found(policy, training, write(tmp_path / "set", LIVE))
+    live = Frames.open(policy, serve(policy, tmp_path / "recording", LIVE))
+    assert live.is_recording
+    progress: list[float] = []
+    comparison = compare(policy, training.frames, live, lambda n, of: progress.append(n / of))
+    assert progress == sorted(progress)
+    assert progress[-1] <= 1
+    assert not verdicts(comparison)
+    assert comparison.timing.live_rate == pytest.approx(RATE, rel=0.1)
+    assert comparison.timing.request_interval == pytest.approx(0.5)
+    # A frame has the chunk that was answered, and the observation as it was sent.
+    frame = live[0, 2]
+    assert frame.observation["images"].keys() == {"front", "wrist"}
+    np.testing.assert_allclose(frame.observation["joints"], LIVE[0][10]["joints"])
+    np.testing.assert_allclose(frame.recorded, [one["targets"] for one in LIVE[0][10:20]])
+    assert as_json(comparison)["dimensions"][2]["name"] == "gripper"
+
+
+OFFSET = np.array([0, 0.1, 0])
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_joint_with_another_zero_is_seen_inside_its_range(policy, training, tmp_path, recorded):
+    faulty = of_all(state=lambda state: state + OFFSET)
+    folder = tmp_path / "live"
+    serve(policy, folder, faulty) if recorded else write(folder, faulty)
+    ((kind, verdict),) = found(policy, training, folder).items()
+    assert kind == ("state-offset", "elbow")
+    assert verdict.number == pytest.approx(0.1, abs=0.02)
+    assert verdict.number > verdict.threshold
+
+
+def test_a_state_outside_the_training_range_is_counted(policy, training, tmp_path):
+    outside = [[{**one, "targets": one["targets"] + 1} for one in frames] for frames in LIVE[:2]]
+    faulty = [changed(frames, state=lambda state: state + [1, 1, 1]) for frames in outside]
+    both = found(policy, training, write(tmp_path / "set", [*faulty, *LIVE[2:]]))
+    verdict = both["state-outside-range", "gripper"]
+    assert verdict.number == pytest.approx(2 / 6, abs=0.1)
+    assert "outside the training range in" in verdict.sentence
+    assert all(kind == "state-outside-range" for kind, _ in both)
+
+
+def test_a_gripper_that_never_closes_as_far(policy, training, tmp_path):
+    faulty = [
+        [{**one, "targets": np.maximum(one["targets"], [-9, -9, 0.5])} for one in frames]
+        for frames in of_all(state=lambda state: np.maximum(state, [-9, -9, 0.5]))
+    ]
+    ((kind, verdict),) = found(policy, training, write(tmp_path / "set", faulty)).items()
+    assert kind == ("gripper-range", "gripper")
+    assert "never goes beyond 0.5" in verdict.sentence
+
+
+def every_camera(change):
+    return lambda images: {name: change(image) for name, image in images.items()}
+
+
+def zoomed(image):
+    part = Image.fromarray(image).resize((PIXELS, PIXELS), box=(11, 11, PIXELS - 11, PIXELS - 11))
+    return np.asarray(part)
+
+
+PICTURES = {
+    "red-blue-swapped": every_camera(lambda image: image[..., ::-1]),
+    "cameras-swapped": lambda images: {"front": images["wrist"], "wrist": images["front"]},
+    "camera-turned": every_camera(lambda image: image[::-1]),
+    "camera-brightness": every_camera(lambda image: (0.6 * image).astype(np.uint8)),
+    "camera-zoomed": every_camera(zoomed),
+    "camera-aspect": every_camera(lambda image: image[:48]),
+}
+
+
+@pytest.mark.parametrize("kind", PICTURES)
+def test_faults_of_pictures(policy, training, tmp_path, kind):
+    folder = write(tmp_path / "set", of_all(image=PICTURES[kind])[:2])
+    assert found(policy, training, folder).keys() == {(kind, "front"), (kind, "wrist")}
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_another_control_rate(policy, training, tmp_path, recorded):
+    folder = tmp_path / "live"
+    if recorded:
+        serve(policy, folder, LIVE, rate=20)
+    else:
+        write(folder, LIVE, rate=20)
+    ((kind, verdict),) = found(policy, training, folder).items()
+    assert kind[0] == "rate"
+    assert "2.00 times the speed" in verdict.sentence
+
+
+def test_requests_after_the_end_of_a_chunk_and_a_new_sentence(policy, training, tmp_path):
+    episodes = [episode(seed, prompt="dance") for seed in range(100, 104)]
+    live = found(policy, training, serve(policy, tmp_path / "set", episodes, every=20))
+    assert live.keys() == {("late-requests", "requests"), ("new-prompt", "dance")}
+
+
+def test_a_set_without_videos_is_compared_in_numbers(policy, training, tmp_path):
+    faulty = of_all(state=lambda state: state + OFFSET)
+    folder = write(tmp_path / "set", faulty, cameras=())
+    live = found(policy, training, folder, needs_cameras=False)
+    missing = {("camera-missing", "front"), ("camera-missing", "wrist")}
+    assert live.keys() == {("state-offset", "elbow"), *missing}
+    with pytest.raises(KeyError, match=r"video\.front"):
+        Frames.open(policy, folder)
+
+
+def test_a_set_of_another_robot_is_refused(policy, tmp_path):
+    features = {"other": {"dtype": "float32", "shape": (3,)}}
+    with Recorder(tmp_path / "set", RATE, features) as recorder:
+        recorder.add_frame({"other": np.zeros(3, np.float32)}, "wave")
+        recorder.save_episode()
+    with pytest.raises(KeyError, match="told"):
+        Frames.open(policy, tmp_path / "set", needs_cameras=False)
