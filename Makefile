@@ -64,8 +64,8 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	@if command -v npx >/dev/null; then $(TSC) --project src/piston/inspection/page; else \
-	    echo "Skipped: the types of src/piston/inspection/page. Install Node.js to check them."; fi
+	@if $(TSC) --version >/dev/null 2>&1; then $(TSC) --project src/piston/inspection/page; else \
+	    echo "Skipped: the types of src/piston/inspection/page need Node.js and the npm registry."; fi
 
 bench: setup
 	$(BIN)/python benchmarks/stats.py

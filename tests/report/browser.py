@@ -2,6 +2,8 @@
 
 import base64
 import contextlib
+import copy
+import itertools
 import json
 import shutil
 import subprocess
@@ -29,11 +31,11 @@ _DEADLINE = 60.0
 
 
 class Browser:
-    """One page. `events` holds all that the browser told on its own, in order."""
+    """A page. `events` holds all that the browser told on its own, in order."""
 
     def __init__(self):
         self.events = []
-        self._count = 0
+        self._numbers = itertools.count(1)
         self._session = None
 
     def __enter__(self):
@@ -57,21 +59,31 @@ class Browser:
         uri = f"ws://127.0.0.1:{port}{path}"
         connection = connect(uri, max_size=None, open_timeout=_DEADLINE, proxy=None)
         self._socket = stack.enter_context(connection)
+        self._attach()
+
+    def _attach(self):
+        self._session = None
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = attached["sessionId"]
         for domain in ("Runtime", "Log", "Network", "Page"):
             self.call(f"{domain}.enable")
 
+    def another(self):
+        """Return another page of this browser; their events are in one list."""
+        page = copy.copy(self)
+        page._attach()
+        return page
+
     def call(self, method, **parameters):
-        self._count += 1
-        message = {"id": self._count, "method": method, "params": parameters}
+        number = next(self._numbers)
+        message = {"id": number, "method": method, "params": parameters}
         if self._session:
             message["sessionId"] = self._session
         self._socket.send(json.dumps(message))
         while True:
             answer = json.loads(self._socket.recv(timeout=_DEADLINE))
-            if answer.get("id") == self._count:
+            if answer.get("id") == number:
                 assert "error" not in answer, answer
                 return answer["result"]
             self.events.append(answer)

@@ -53,5 +53,5 @@ export function draw(name, attributes = {}, ...children) {
 export function short(value) {
   if (value === 0) return "0";
   const size = Math.abs(value);
-  return size >= 1e-3 && size < 1e4 ? String(Number(value.toPrecision(3))) : value.toExponential(1);
+  return size >= 1e-3 && size < 1e4 ? String(Number(value.toPrecision(3))) : value.toExponential(2);
 }
