@@ -26,7 +26,7 @@ from piston import weights
 from piston.cli.console import console
 from piston.inference.loading import quantize_for_inference
 from piston.models import cpu
-from piston.models.configs import GEMMA, VISION, Pi0Config
+from piston.models.configs import GEMMA, VISION, GemmaSize, Pi0Config
 from piston.models.flow import Pi0
 from piston.models.precision import cast_for_inference
 from piston.observation import Observation
@@ -80,7 +80,7 @@ def run(options: Arguments) -> None:
     else:
         model, first_action = random_model(config, options.dtype), None
     timing = measure(model, observation, options.num_steps, options.repeats)
-    rate = matmul_rate(options.dtype, computed)
+    rate = matmul_rate(config.vlm, options.dtype, computed)
     rows = [
         ("seconds per chunk", f"{timing.chunk:.2f}"),
         ("    vision", f"{timing.vision:.2f}"),
@@ -190,11 +190,12 @@ _UNCOUNTED = {
 }
 
 
-def matmul_rate(dtype: Held, computed: Computed) -> float:
+def matmul_rate(size: GemmaSize, dtype: Held, computed: Computed) -> float:
     """Operations per second of the best of several large products, as the model would run them."""
     rates = []
     product: Callable[[Tensor, Tensor], Tensor]
-    for rows, inner, columns in ((512, 2048, 16384), (512, 16384, 2048), (2048, 2048, 2048)):
+    width, mlp_dim = size.width, size.mlp_dim
+    for rows, inner, columns in ((512, width, mlp_dim), (512, mlp_dim, width), (width,) * 3):
         if dtype == "int8":
             a = torch.randint(-127, 128, (rows, inner), dtype=torch.int8)
             b = torch.randint(-127, 128, (columns, inner), dtype=torch.int8).t()

@@ -4,10 +4,11 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
+import jaxtyping
 import pytest
 
 # Examples are small; a busy machine must not fail a property.
@@ -18,6 +19,8 @@ hypothesis.settings.load_profile("piston")
 
 # Workers of pytest-xdist have the terminal's width in this variable; output is tested without one.
 os.environ.pop("COLUMNS", None)
+# Without pytest-xdist, readline sets it for the processes that tests start, past os.environ.
+os.unsetenv("COLUMNS")
 
 # A shell that runs the tests in the background makes all processes ignore Ctrl-C; tests send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -52,6 +55,22 @@ def reference() -> Path:
 def small_reference() -> Path:
     """The numerical cases that travel with the repository."""
     return SMALL_REFERENCE
+
+
+@pytest.fixture(scope="session")
+def shapes_checked():
+    """Turns the checks of shapes off, or on, within a block. They take half the time of a step."""
+
+    @contextlib.contextmanager
+    def checked(yes: bool) -> Iterator[None]:
+        before = jaxtyping.config.jaxtyping_disable
+        jaxtyping.config.update("jaxtyping_disable", not yes)
+        try:
+            yield
+        finally:
+            jaxtyping.config.update("jaxtyping_disable", before)
+
+    return checked
 
 
 @pytest.fixture

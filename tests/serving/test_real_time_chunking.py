@@ -58,26 +58,28 @@ def _batch(seen: dict, count: int) -> dict:
     }
 
 
-def _train(model: Pi0, to_model, num_steps: int = 300, batch_size: int = 8) -> None:
+def _train(model: Pi0, to_model, shapes_checked, num_steps: int = 300, batch_size: int = 8) -> None:
     """One observation, and all places to go to from there."""
     random = np.random.default_rng(0)
     observation = Observation.from_dict(_batch(to_model(_observe(0.0)), batch_size))
     optimizer = torch.optim.Adam(model.parameters(), betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=num_steps)
-    for _ in range(num_steps):
+    for step in range(num_steps):
         actions = np.zeros((batch_size, HORIZON, 7), np.float32)
         actions[..., 0] = random.standard_normal((batch_size, 1)) * WAY
         ways = [to_model({**_observe(0.0), "actions": way})["actions"] for way in actions]
         optimizer.zero_grad()
         targets = torch.from_numpy(np.stack(ways).astype(np.float32))
         draws = model.draw(batch_size, num_draws=4)
-        model.training_losses(observation, targets, draws)["velocity"].mean().backward()
+        with shapes_checked(step == 0):  # those of other steps are the same
+            losses = model.training_losses(observation, targets, draws)
+        losses["velocity"].mean().backward()
         optimizer.step()
         schedule.step()
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory):
+def policy(tmp_path_factory, shapes_checked):
     torch.manual_seed(0)
     # UR5's joints are relative to the state, so that an old chunk has to be re-based.
     data = LeRobotUR5DataConfig(repo_id="toy").create(tmp_path_factory.mktemp("assets"), CONFIG)
@@ -87,7 +89,7 @@ def policy(tmp_path_factory):
     state = NormStats(0 * one, one, -900 * one, 1000 * one)
     data = dataclasses.replace(data, norm_stats={"state": state, "actions": actions})
     model = Pi0(CONFIG)
-    _train(model, compose(data.input_transforms(training=False)))
+    _train(model, compose(data.input_transforms(training=False)), shapes_checked)
     return Policy(model, data, seed=0)
 
 

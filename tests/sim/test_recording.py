@@ -62,9 +62,18 @@ def test_the_set_is_a_lerobot_set(recorded):
     environment.close()
 
 
-def test_the_number_of_workers_does_not_matter(recorded, tmp_path):
+def test_the_number_of_workers_does_not_matter(recorded, tmp_path, monkeypatch):
+    given, submit = [], recording.ProcessPoolExecutor.submit
+
+    def counted(pool, work, seed):
+        given.append(seed)
+        return submit(pool, work, seed)
+
+    monkeypatch.setattr(recording.ProcessPoolExecutor, "submit", counted)
     record(QUICK, 4, tmp_path / "set", workers=2)
     _assert_same_set(recorded, tmp_path / "set")
+    # No worker simulated an episode that nobody needs.
+    assert given == [line["seed"] for line in _tried(tmp_path / "set")[1:]]
 
 
 def test_a_second_run_goes_on_where_the_first_stopped(recorded, tmp_path):

@@ -29,7 +29,7 @@ def tiny(folder, **changes):
 
 
 CASES = {
-    "pi0": {"model": PI0},
+    "pi0": {"model": PI0, "save_interval": 3},
     "parts": {"model": PI0, "gradient_accumulation": 2, "gradient_checkpointing": True},
     "pi05": {"model": PI05, "noise_draws": 3},
     "lora": {"model": LORA, "freeze": ("vision.*", "vlm.*", "!*lora*")},
@@ -63,7 +63,7 @@ def runs(tmp_path_factory, data):
                 together.append(config)
     for sharding, other in (("ddp", "fsdp"), ("fsdp", "ddp")):
         # Two processes go on where two of the other kind stopped, or where one did.
-        longer = {"num_train_steps": 8, "resume": True, "sharding": other}
+        longer = {"num_train_steps": 8, "save_interval": 3, "resume": True, "sharding": other}
         together.append(tiny(folder / sharding, exp_name="pi0", **longer))
         train_loop(tiny(folder / sharding, exp_name="grown", num_train_steps=4))
         together.append(tiny(folder / sharding, exp_name="grown", **longer))

@@ -32,7 +32,7 @@ from .tiny_presets import FAST, PI0, PI05
 
 def test_what_a_run_leaves_behind(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="piston")
-    last = train_loop(tiny(tmp_path))
+    last = train_loop(tiny(tmp_path, save_interval=3))
     run = tmp_path / "tiny" / "run"
     assert last == run / "5"
     assert saved_steps(run) == [3, 5]
@@ -67,12 +67,12 @@ def test_what_gets_served_is_the_mean_of_the_weights(tmp_path):
 @pytest.mark.parametrize("model", [PI0, PI05, FAST], ids=["pi0", "pi05", "fast"])
 def test_cut_and_resumed_equals_never_cut(tmp_path, model, monkeypatch):
     """Here between two steps; `test_faults` cuts for real."""
-    seen = note_batches(monkeypatch)
-    train_loop(tiny(tmp_path / "uncut", num_train_steps=9, model=model))
+    seen, changes = note_batches(monkeypatch), {"model": model, "save_interval": 3}
+    train_loop(tiny(tmp_path / "uncut", num_train_steps=9, **changes))
     uncut_order = list(seen)
     seen.clear()
-    train_loop(tiny(tmp_path / "cut", num_train_steps=6, model=model))
-    train_loop(tiny(tmp_path / "cut", num_train_steps=9, model=model, resume=True))
+    train_loop(tiny(tmp_path / "cut", num_train_steps=6, **changes))
+    train_loop(tiny(tmp_path / "cut", num_train_steps=9, **changes, resume=True))
     assert seen == uncut_order
     assert_same_run(tmp_path / "cut/tiny/run", tmp_path / "uncut/tiny/run", 8)
 
@@ -107,7 +107,7 @@ def test_resuming_needs_no_starting_weights(tmp_path):
 
 
 def test_resuming_another_model_names_what_differs(tmp_path):
-    train_loop(tiny(tmp_path))
+    train_loop(tiny(tmp_path, save_interval=3))
     wider = dataclasses.replace(PI0, action_dim=9)
     with pytest.raises(ValueError, match=r"suffix.*\(saved: \(.*8.*\), now: \(.*9.*\)\)"):
         train_loop(tiny(tmp_path, model=wider, resume=True, num_train_steps=8))
@@ -298,8 +298,9 @@ def test_steps_that_are_not_finite_are_skipped_and_told_of(tmp_path, monkeypatch
 def test_too_many_skipped_steps_end_the_run_with_advice(tmp_path, monkeypatch):
     train_loop(tiny(tmp_path, num_train_steps=4))
     _spoil(monkeypatch, range(1024))
+    changes = {"num_train_steps": 20, "save_interval": 3, "max_skipped_steps": 4}
     with pytest.raises(TrainingStopped, match="4 steps in a row .*peak-lr.*--resume") as stopped:
-        train_loop(tiny(tmp_path, num_train_steps=20, max_skipped_steps=4, resume=True))
+        train_loop(tiny(tmp_path, **changes, resume=True))
     assert stopped.value.exit_code == 1
     assert saved_steps(tmp_path / "tiny" / "run") == [3, 6]
 
@@ -316,7 +317,7 @@ def test_results_that_are_read_late_are_the_same(tmp_path, monkeypatch):
     seen = note_batches(monkeypatch)
     train_loop(tiny(tmp_path, exp_name="good", num_train_steps=7))
     _spoil(monkeypatch, {seen[2][1][1]})
-    train_loop(tiny(tmp_path, exp_name="often", num_train_steps=7))
+    train_loop(tiny(tmp_path, exp_name="often", num_train_steps=7, save_interval=3))
     train_loop(tiny(tmp_path, exp_name="late", num_train_steps=7, log_interval=6, save_interval=50))
     often, late = (metrics(tmp_path / "tiny" / name) for name in ("often", "late"))
     assert [line["step"] for line in late] == [0, 6]

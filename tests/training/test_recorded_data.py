@@ -100,10 +100,11 @@ def test_validation_on_held_out_episodes(tmp_path, data, monkeypatch, caplog):
 
 def test_starts_of_episodes_are_drawn_more_often(tmp_path, data, monkeypatch):
     seen = note_batches(monkeypatch)
-    config = tiny(tmp_path, **data, start_frames=2, start_weight=4, num_train_steps=50)
-    train_loop(config)
     epoch = 4 * 8 + 3 * 4 * 2  # four episodes of eight frames
-    drawn = [index for _, batch in seen for index in batch][:epoch]
+    changes = {"start_frames": 2, "start_weight": 4, "num_train_steps": epoch // 4}
+    config = tiny(tmp_path, **data, **changes)
+    train_loop(config)
+    drawn = [index for _, batch in seen for index in batch]
     assert len(drawn) == epoch
     counts = Counter(index % 8 for index in drawn)
     assert counts == {frame: 16 if frame < 2 else 4 for frame in range(8)}

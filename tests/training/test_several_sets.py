@@ -219,7 +219,7 @@ def test_what_is_wrong_with_another_set_names_it(tmp_path, folder, first):
 def test_sets_of_other_robots_or_rates_are_refused(tmp_path, first):
     record(tmp_path / "slow", episodes=1, frames=FRAMES, fps=5, state_dim=9)
     old = tmp_path / "tiny" / "run"
-    train_loop(tiny(tmp_path))
+    train_loop(tiny(tmp_path, save_interval=3))
     with pytest.raises(ValueError, match=r"slow was not recorded like .*cups") as refused:
         train_loop(tiny(tmp_path, **together(first, tmp_path / "slow"), overwrite=True))
     assert "its rate is 5 frames per second, expected 10; 'state' has" in str(refused.value)

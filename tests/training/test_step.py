@@ -42,8 +42,9 @@ def gradients(trainer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("pi05", "steps"), [(False, 600), (True, 400)], ids=["pi0", "pi05"])
-def test_one_batch_is_learned_by_heart(pi05, steps):
+@pytest.mark.parametrize("pi05", [False, True], ids=["pi0", "pi05"])
+def test_one_batch_is_learned_by_heart(pi05):
+    steps = 300
     expert = GemmaSize(width=64, depth=1, mlp_dim=256, num_heads=2, num_kv_heads=1, head_dim=16)
     model = dataclasses.replace(
         PI0,

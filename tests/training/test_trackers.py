@@ -153,7 +153,7 @@ def test_runs_are_listed(tmp_path, capsys):
 
 
 def test_runs_that_are_damaged_are_listed_too(tmp_path, capsys, monkeypatch):
-    good = train_loop(tiny(tmp_path, exp_name="good")).parent
+    good = train_loop(tiny(tmp_path, exp_name="good", save_interval=3)).parent
     for name in ("emptied", "changed", "[red]", "cut"):
         shutil.copytree(good, good.with_name(name))
     (tmp_path / "tiny" / "emptied" / "run.json").write_text("")
@@ -176,12 +176,34 @@ def test_runs_that_are_damaged_are_listed_too(tmp_path, capsys, monkeypatch):
     assert len(losses(tmp_path / "tiny" / "emptied")) == 7
 
 
-def _on_a_terminal(tmp_path, *options, columns):
-    """What a run writes to a terminal of this width."""
+LONG_NAME = "a-name-that-is-longer-than-others"
+# The width of a terminal and what is trained there.
+TERMINALS = {
+    200: ("--num-train-steps=20", "--log-interval=10"),
+    120: (f"--exp-name={LONG_NAME}",),
+    80: (f"--exp-name={LONG_NAME}",),
+}
+END = "--- end of a run ---"
+IN_TURN = f"""
+import json, os, sys
+from piston.cli import main
+
+for columns, words in json.loads(sys.argv[1]):
+    os.environ["COLUMNS"] = columns
+    assert main(words) == 0
+    print("{END}", flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def terminals(tmp_path_factory):
+    """The folder of each run, and what it wrote to its terminal. One process does all runs."""
+    folders = {columns: tmp_path_factory.mktemp(f"columns{columns}") for columns in TERMINALS}
+    runs = [(str(n), command(folders[n], *options)[3:]) for n, options in TERMINALS.items()]
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        command(tmp_path, *options),
-        env=environment(TERM="xterm", COLUMNS=str(columns)),
+        [sys.executable, "-c", IN_TURN, json.dumps(runs)],
+        env=environment(TERM="xterm"),
         stderr=theirs,
         stdout=theirs,
     )
@@ -197,24 +219,24 @@ def _on_a_terminal(tmp_path, *options, columns):
         output += part
     os.close(ours)
     assert process.wait() == 0, output.decode()
-    return output.decode()
+    texts = output.decode().split(END)
+    return {columns: (folders[columns], text) for columns, text in zip(TERMINALS, texts)}
 
 
-def test_on_a_terminal_there_is_a_bar(tmp_path):
+def test_on_a_terminal_there_is_a_bar(terminals):
     """And log lines stand above it, each on a line of its own."""
-    text = _on_a_terminal(tmp_path, "--num-train-steps=20", "--log-interval=10", columns=200)
+    folder, text = terminals[200]
     for shown in ("━", "20/20", "loss ", "lr ", "samples/s", "data ", "Done. Serve it with"):
         assert shown in text
     lines = [line for line in text.splitlines() if "step 10/20  loss" in line]
     assert len(lines) == 1
     assert "━" not in lines[0]
-    assert saved_steps(tmp_path / "tiny" / "run")[-1] == 19
+    assert saved_steps(folder / "tiny" / "run")[-1] == 19
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_a_narrow_terminal_shows_all_numbers(tmp_path, columns):
-    name = "a-name-that-is-longer-than-others"
-    text = _on_a_terminal(tmp_path, f"--exp-name={name}", columns=columns)
+def test_a_narrow_terminal_shows_all_numbers(terminals, columns):
+    _, text = terminals[columns]
     line = next(part for part in reversed(text.splitlines()) if "6/6" in part)
     for shown in ("0:00:00", "loss 1.5", "lr 9.98e-03", " samples/s", "data ", "%"):
         assert shown in line

@@ -49,7 +49,7 @@ _QUICK_TRAINING = (
     *("--lr-schedule.warmup-steps", "5", "--lr-schedule.decay-steps", "40"),
 )
 _QUICK_NOTE = (
-    "--quick shows that every stage works. No success is to be expected: 5 episodes and 40 steps "
+    "--quick shows that every stage works. No success is to be expected: 3 episodes and 40 steps "
     "are too few to learn the task."
 )
 
@@ -69,7 +69,7 @@ class DemoPlan:
         """Return the short form: too little to learn from, enough to pass through every stage."""
         return dataclasses.replace(
             self,
-            episodes=5,
+            episodes=3,
             trials={name: (*words, "--episodes", "4") for name, words in self.trials.items()},
             training=(*self.training, *_QUICK_TRAINING),
         )

@@ -16,8 +16,8 @@ import multiprocessing
 import os
 import signal
 from collections import deque
-from collections.abc import Generator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,7 +98,14 @@ def record(
         tried = _read_log(out / LOG, recording, recorder.num_episodes)
         num_tried, num_successes = len(tried), sum(line["success"] for line in tried)
         first_seed = recording.first_seed + num_tried
-        with contextlib.closing(_episodes(recording, first_seed, environment, workers)) as episodes:
+        tries = _episodes(
+            recording,
+            first_seed,
+            environment,
+            workers,
+            num_missing=lambda: num_episodes - recorder.num_episodes,
+        )
+        with contextlib.closing(tries) as episodes:
             while recorder.num_episodes < num_episodes:
                 episode = next(episodes)
                 num_tried += 1
@@ -184,9 +191,16 @@ def _read_log(path: Path, recording: Recording, num_saved: int) -> list[dict[str
 
 
 def _episodes(
-    recording: Recording, first_seed: int, environment: Environment, workers: int
+    recording: Recording,
+    first_seed: int,
+    environment: Environment,
+    workers: int,
+    num_missing: Callable[[], int],
 ) -> Generator[Episode, None, None]:
-    """Yield tries without end, in the order of the seeds."""
+    """Yield tries without end, in the order of the seeds.
+
+    Workers begin no more of them than are missing: it takes long to wait for one that is not used.
+    """
     seeds = itertools.count(first_seed)
     if workers == 1:
         expert = make_expert(recording.task)
@@ -195,10 +209,11 @@ def _episodes(
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, context, _start_worker, (recording,))
     try:
-        waiting = deque(pool.submit(_work, next(seeds)) for _ in range(2 * workers))
+        waiting: deque[Future[Episode]] = deque()
         while True:
+            while len(waiting) < min(2 * workers, num_missing()):
+                waiting.append(pool.submit(_work, next(seeds)))
             yield waiting.popleft().result()
-            waiting.append(pool.submit(_work, next(seeds)))
     except BrokenProcessPool as error:
         raise OSError(
             "A simulation process ended unexpectedly; it may have run out of memory. What has "
