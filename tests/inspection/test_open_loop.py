@@ -174,6 +174,11 @@ def test_the_policy_is_asked_where_a_chunk_would_take_over(policy, frames):
     np.testing.assert_array_equal(result.jumps[1], after[::-1, 0] - before[:, 2])
 
 
+def test_every_chunk_is_followed_by_the_next_one(policy, frames):
+    asked = open_loop(Probe(policy, [0]), frames, 1, execute_horizon=3, stride=2).asked
+    assert asked == (0, 2, 3, 5, 6, 8, 9, 11, 12)
+
+
 def test_wrong_requests_are_refused(policy, frames):
     probe = Probe(policy, [0])
     with pytest.raises(ValueError, match="execute_horizon is 7; a chunk has 1 to 4"):

@@ -16,12 +16,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from piston.inference.policy import Policy
 from piston.inspection.frames import Frame
 from piston.inspection.probe import Intervention, Probe
+from piston.inspection.results import NOT_IN_JSON
 from piston.models.flow import Pi0
 from piston.models.gemma import ExpertLayer, KVCache
 from piston.observation import Observation, stack_samples
@@ -60,11 +61,15 @@ class WrittenToken:
 
 @dataclasses.dataclass(frozen=True)
 class Inside:
-    """A model that denoises has the first three; one that writes tokens has those alone."""
+    """One inference. A model either denoises, with attention, or writes tokens."""
 
+    episode: int
+    frame: int
+    # As the model sees them, by slot.
+    pictures: Mapping[str, UInt8[np.ndarray, "_ _ 3"]] = dataclasses.field(metadata=NOT_IN_JSON)
     # From noise (first) to actions (last), in the model's normalised units.
     path: Float[np.ndarray, "k h a"] | None = None
-    # What was recorded, in the same units.
+    # What was recorded, in the same units; past the episode's end its last action.
     recorded: Float[np.ndarray, "h a"] | None = None
     attention: Attention | None = None
     written: tuple[WrittenToken, ...] = ()
@@ -72,9 +77,11 @@ class Inside:
 
 def inside(probe: Probe, frame: Frame, intervention: Intervention | None = None) -> Inside:
     """Look into the inference for one frame, with the first of the probe's noise seeds."""
-    policy, seen = probe.policy, probe.prepare(frame, intervention or Intervention())
+    policy, intervention = probe.policy, intervention or Intervention()
+    seen = probe.prepare(frame, intervention)
+    shown = (frame.episode, frame.frame, probe.pictures(frame, intervention))
     if probe.noise is None:
-        return Inside(written=_written(policy, seen))
+        return Inside(*shown, written=_written(policy, seen))
     model = policy.model
     assert isinstance(model, Pi0)
     rows: list[list[Tensor]] = [[] for _ in model.action_expert.layers]  # per layer and step
@@ -85,10 +92,11 @@ def inside(probe: Probe, frame: Frame, intervention: Intervention | None = None)
     with record_attention(model.action_expert.layers, record):
         path = denoising_path(policy, seen, probe.noise[0])
     shares = torch.stack([torch.stack(steps).mean(0) for steps in rows]).cpu().numpy()
-    dim = frame.recorded.shape[-1]
-    as_recorded = compose(policy.data.input_transforms(training=False))
-    recorded = as_recorded({**frame.observation, "actions": frame.recorded})["actions"]
+    observation, dim = intervention.on_robot(policy, frame.observation), frame.recorded.shape[-1]
+    to_model = compose(policy.data.input_transforms(training=False))
+    recorded = to_model({**observation, "actions": frame.recorded})["actions"]
     return Inside(
+        *shown,
         path=path[..., :dim],
         recorded=np.asarray(recorded)[..., :dim],
         attention=_attention(model, _the(TokenizePrompt, policy).tokenizer, seen, shares),

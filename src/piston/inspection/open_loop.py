@@ -15,15 +15,14 @@ s seams.
 from __future__ import annotations
 
 import dataclasses
-import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 
 from piston.inspection.frames import Frame, Frames
 from piston.inspection.probe import Intervention, Probe
-from piston.inspection.results import Verdict
+from piston.inspection.results import NOT_IN_JSON, Verdict, known_mean
 from piston.progress import Progress, no_progress
 
 # Asked frames of an episode at most, before those that seams need.
@@ -63,6 +62,10 @@ class WorstMoment:
     error_std: float
     # Standard deviation over the seeds, in the same standard deviations.
     seed_spread_std: float
+    # As the model sees them, by slot.
+    pictures: Mapping[str, UInt8[np.ndarray, "_ _ 3"]] = dataclasses.field(
+        default_factory=dict, metadata=NOT_IN_JSON
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,11 +131,18 @@ def open_loop(
     stride = max(1, execute // 4, -(-len(recorded) // _MAX_ASKED)) if stride is None else stride
     if stride < 1:
         raise ValueError(f"stride is {stride}; it must be at least 1.")
-    regular = range(0, len(recorded), stride)
-    asked = sorted({*regular, *(at + execute for at in regular if at + execute < len(recorded))})
-    moments = [frames[episode, at] for at in asked]
+    # From every frame that is asked, or from every stride if that is longer, the next chunk too.
+    offsets = {*range(0, execute, stride), execute}
+    blocks = range(0, len(recorded), max(execute, stride))
+    asked = sorted({at + offset for at in blocks for offset in offsets})
+    moments = [frames[episode, at] for at in asked if at < len(recorded)]
     chunks = probe.ask([(moment, Intervention()) for moment in moments], progress)
-    return compare(frames, moments, chunks, execute)
+    result = compare(frames, moments, chunks, execute)
+    worst = (
+        dataclasses.replace(one, pictures=probe.pictures(frames[one.episode, one.frame]))
+        for one in result.worst
+    )
+    return dataclasses.replace(result, worst=tuple(worst))
 
 
 def compare(
@@ -159,9 +169,9 @@ def compare(
         chunks=chunks,
         recorded=frames.actions_of(moments[0].episode),
         std=std,
-        error=_mean(np.abs(errors), (0, 1)),
-        error_of_standing=_mean(np.abs(still), 0),
-        seed_spread=_mean(spread, 0),
+        error=known_mean(np.abs(errors), (0, 1)),
+        error_of_standing=known_mean(np.abs(still), 0),
+        seed_spread=known_mean(spread, 0),
         seams=seams,
         jumps=_jumps(chunks, asked, seams, execute_horizon),
         largest_step=_largest_step(frames),
@@ -192,7 +202,7 @@ def _worst(
     std: Float[np.ndarray, " a"],
 ) -> tuple[WorstMoment, ...]:
     """Return one moment per frame, the largest errors first."""
-    error, spread = _mean(np.abs(errors), (1, 2)), _mean(spread, 1)
+    error, spread = known_mean(np.abs(errors), (1, 2)), known_mean(spread, 1)
     relative = np.nan_to_num(error / std, nan=-1.0)
     found = [
         WorstMoment(
@@ -204,15 +214,9 @@ def _worst(
             float(spread[place, dim] / std[dim]),
         )
         for place, (moment, dim) in enumerate(zip(moments, relative.argmax(1).tolist()))
+        if relative[place, dim] >= 0  # else no dimension moves in the data set
     ]
     return tuple(sorted(found, key=lambda one: -one.error_std)[:_NUM_WORST])
-
-
-def _mean(values: np.ndarray, axis: int | tuple[int, ...] | None) -> np.ndarray:
-    """Return the mean of what was recorded; not a number where nothing was."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        return np.nanmean(values, axis=axis)
 
 
 def open_loop_verdicts(results: Sequence[OpenLoop]) -> list[Verdict]:
@@ -222,7 +226,7 @@ def open_loop_verdicts(results: Sequence[OpenLoop]) -> list[Verdict]:
 
 
 def _error_verdict(results: Sequence[OpenLoop]) -> Verdict | None:
-    error = _mean(np.concatenate([one.error_std for one in results]), 0)
+    error = known_mean(np.concatenate([one.error_std for one in results]), 0)
     dim = int(np.nan_to_num(error).argmax())
     name, number = results[0].names[dim], float(error[dim])
     if not number > LARGE_ERROR:
@@ -241,8 +245,8 @@ def _error_verdict(results: Sequence[OpenLoop]) -> Verdict | None:
 
 
 def _standing_verdict(results: Sequence[OpenLoop]) -> Verdict | None:
-    error = _mean(np.concatenate([one.error_std for one in results]), None)
-    still = _mean(np.concatenate([one.error_of_standing / one.std for one in results]), None)
+    error = known_mean(np.concatenate([one.error_std for one in results]), None)
+    still = known_mean(np.concatenate([one.error_of_standing / one.std for one in results]), None)
     number = float(error / still) if still > 0 else 0.0  # nothing moves
     if not number > SHARE_OF_STANDING:
         return None
@@ -257,8 +261,8 @@ def _standing_verdict(results: Sequence[OpenLoop]) -> Verdict | None:
 
 def _growth_verdict(results: Sequence[OpenLoop]) -> Verdict | None:
     quarter = max(1, len(results[0].error) // 4)
-    first = _mean(np.concatenate([one.error_std[:quarter] for one in results]), None)
-    last = _mean(np.concatenate([one.error_std[-quarter:] for one in results]), None)
+    first = known_mean(np.concatenate([one.error_std[:quarter] for one in results]), None)
+    last = known_mean(np.concatenate([one.error_std[-quarter:] for one in results]), None)
     number = float(last / max(first, PRECISE))
     if not (number > GROWTH and last > NOTABLE_ERROR):
         return None

@@ -202,15 +202,10 @@ def _moments(probe: Probe, shown: Sequence[Frame], progress: Progress) -> tuple[
             episode=frame.episode,
             frame=frame.frame,
             prompt=frame.prompt,
-            pictures=_pictures(probe, frame),
+            pictures=probe.pictures(frame),
             predicted=drawn.mean(0),
             spread=drawn.std(0),
             recorded=np.where(frame.is_real[:, None], frame.recorded, np.nan),
         )
         for frame, drawn in zip(shown, chunks, strict=True)
     )
-
-
-def _pictures(probe: Probe, frame: Frame) -> dict[str, np.ndarray]:
-    seen = probe.prepare(frame, Intervention())
-    return {slot: image for slot, image in seen["image"].items() if seen["image_mask"][slot]}

@@ -174,6 +174,13 @@ class Probe:
         changed = intervention.on_robot(self.policy, observation)
         return intervention.on_model(self.policy.prepare(changed).inputs)
 
+    def pictures(
+        self, frame: Frame | Mapping[str, Any], intervention: Intervention | None = None
+    ) -> dict[str, UInt8[np.ndarray, "_ _ 3"]]:
+        """Return the images that the model sees, by slot; absent cameras are not among them."""
+        seen = self.prepare(frame, intervention or Intervention())
+        return {slot: image for slot, image in seen["image"].items() if seen["image_mask"][slot]}
+
     @torch.no_grad()
     def _answer(self, group: Sequence[Sequence[Data]]) -> list[np.ndarray]:
         """Return (n, h, a) for each version; every prefix of the group has as many versions."""

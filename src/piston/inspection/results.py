@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -31,6 +32,13 @@ class Verdict:
     sentence: str
     number: float
     threshold: float
+
+
+def known_mean(values: np.ndarray, axis: int | tuple[int, ...] | None = None) -> np.ndarray:
+    """Return the mean of the values that are numbers; not a number where there is none."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return np.nanmean(values, axis=axis)
 
 
 def as_json(value: Any) -> Any:

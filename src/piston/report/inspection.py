@@ -217,7 +217,7 @@ def _words(
             subject = word if seen[word] == 1 else f"{word} ({seen[word]})"
             value = known.get(subject, float("nan"))
             words.append(tag("div", word, _cell(value)))
-        lines.append(tag("p", *words, class_="words"))
+        lines.append(tag("div", *words, class_="words"))
     return figure("Below each word: how much the actions change when it is left out.", *lines)
 
 

@@ -97,9 +97,9 @@ def legend(entries: Iterable[tuple[str, str]]) -> Markup:
 
 
 def image(
-    pixels: UInt8[np.ndarray, "h w 3"], text: str, longest: int | None = None, **attributes: Any
+    pixels: UInt8[np.ndarray, "h w _"], text: str, longest: int | None = None, **attributes: Any
 ) -> Markup:
-    """Return a picture, made smaller if a side is longer than `longest`."""
+    """Return a picture (RGB or RGBA), made smaller if a side is longer than `longest`."""
     picture = Image.fromarray(pixels)
     if longest is not None:
         picture.thumbnail((longest, longest))
