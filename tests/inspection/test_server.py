@@ -222,33 +222,42 @@ def test_a_port_that_is_taken():
         assert PORT <= first.getsockname()[1] < second.getsockname()[1]
 
 
-def test_ctrl_c_ends_it(tmp_path):
+def test_ctrl_c_finishes_what_is_in_flight_and_a_second_one_ends_at_once(tmp_path):
     program = """
-import logging, sys
+import logging, os, sys
 from pathlib import Path
 from tests.inspection.page_cases import make_frames, make_policy
 from piston.inspection.server import run
 logging.basicConfig(level=logging.INFO)
 policy = make_policy()
-run(policy, make_frames(policy, Path(sys.argv[1])), open_browser=False)
-print("ended")
+frames = make_frames(policy, Path(sys.argv[1]))
+for policy.num_steps in (300, 10**8):  # a fraction of a second, and for ever
+    print(run(policy, frames, open_browser=False), flush=True)
+os._exit(0)
 """
     command = [sys.executable, "-c", program, str(tmp_path / "data")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=environment, **pipes) as process:
-        for line in process.stderr:
-            if "The page is at" in line:
-                break
-        number = int(line.rpartition(":")[2].split("/")[0])
-        while True:
-            try:
-                assert fetch(number, "/api/about")[0] == 200
-                break
-            except ConnectionError:
-                time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
+        assert _interrupt(process, 1) == 200
+        assert _interrupt(process, 2) == 500
         out, err = process.communicate(timeout=20)
     assert process.returncode == 0
-    assert out == "ended\n"
+    assert out == "True\nFalse\n"
     assert "Traceback" not in err
+
+
+def _interrupt(process, times):
+    """Send Ctrl-C during a request; return the request's status."""
+    line = next(line for line in process.stderr if "The page is at" in line)
+    port, statuses = int(line.rpartition(":")[2].split("/")[0]), []
+    asking = threading.Thread(target=lambda: statuses.append(act(port)[0]), daemon=True)
+    assert fetch(port, "/api/about")[0] == 200
+    asking.start()
+    time.sleep(0.2)
+    assert fetch(port, "/api/about")[0] == 200  # after the other request
+    for _ in range(times):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+    asking.join(20)
+    return statuses[0]

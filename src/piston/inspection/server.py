@@ -23,6 +23,7 @@ import threading
 import webbrowser
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -54,7 +55,6 @@ _PAGE = Path(__file__).with_name("page")
 # The page has the colours and the type of the reports, which the overview is one of.
 _STYLE = Path(__file__).parent.parent / "report" / "style.css"
 _MAX_BODY_BYTES = 2**18
-_SHUTDOWN_SECONDS = 2
 _HEADERS = {
     "Content-Security-Policy": (
         "default-src 'self'; img-src 'self' data:; media-src data:; "
@@ -75,11 +75,12 @@ def run(
     host: str = "127.0.0.1",
     port: int | None = None,
     open_browser: bool = True,
-) -> None:
-    """Serve the page until Ctrl-C or SIGTERM.
+) -> bool:
+    """Serve the page until Ctrl-C or SIGTERM, then finish what is in flight.
 
-    By default the first free port from 8050 on is taken; a port that is given must be free.
-    Raises OSError if there is none. `title` says which policy and data set the page is about.
+    Returns whether all of it was finished: not if a second Ctrl-C came while the model worked. By
+    default the first free port from 8050 on is taken; a port that is given must be free. Raises
+    OSError if there is none. `title` says which policy and data set the page is about.
     """
     app = make_app(policy, frames, overview_html, title=title, host=host)
     listener = _listen(host, port)
@@ -94,16 +95,17 @@ def run(
     config = uvicorn.Config(
         app,
         log_config=None,
-        log_level="warning",
+        log_level="critical",  # uvicorn logs a traceback of every request that it gives up
         access_log=False,
         lifespan="off",
         ws="none",
         server_header=False,
-        timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
     )
+    server = _Server(config)
     # uvicorn raises the signal again after it has ended.
     with contextlib.closing(listener), contextlib.suppress(KeyboardInterrupt):
-        uvicorn.Server(config).run(sockets=[listener])
+        server.run(sockets=[listener])
+    return not server.force_exit
 
 
 def make_app(
@@ -139,6 +141,14 @@ def make_app(
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.add_middleware(_Guard, host=host)
     return app
+
+
+class _Server(uvicorn.Server):
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # Logging is not safe here: the signal may interrupt a log line.
+        if not self.should_exit and self.server_state.tasks:
+            os.write(2, b"Finishing what is in flight. A second Ctrl-C ends at once.\n")
+        super().handle_exit(sig, frame)
 
 
 class _Endpoints:
@@ -277,6 +287,7 @@ def _answer_error(_: Request, error: Exception) -> Response:
         notes = getattr(error, "__notes__", ())
         text = str(error.args[0]) if error.args else repr(error)  # a KeyError's str has quotes
         return JSONResponse({"error": " ".join([text, *notes])}, 400)
+    logger.error("A request failed.", exc_info=error)
     return JSONResponse({"error": f"The server failed: {error!r}"}, 500)
 
 
