@@ -119,7 +119,7 @@ class _Measured:
         strength = np.full(len(self._places), np.nan)
         for (question, intervention), chunks in zip(asked.items(), changed, strict=True):
             place, one = self._places[question], chunks.astype(np.float64) - unchanged
-            change[place], strength[place] = np.abs(one).mean(0), self._in_one_number(one)
+            change[place], strength[place] = np.abs(one).mean(0), in_one_number(one, self._scale)
             if question.change == "moved" and question.subject in self._actions:
                 moved = intervention.state[question.subject]
                 followed = one[:, :, self._actions[question.subject]].mean(0) / moved
@@ -128,9 +128,6 @@ class _Measured:
         self._strengths.append(strength)
         if num_seeds > 1:
             self._variances.append(unchanged.var(0, ddof=1, dtype=np.float64))
-
-    def _in_one_number(self, values: Float[np.ndarray, "*_ a"]) -> float:
-        return in_one_number(values, self._scale)
 
     def result(
         self, places: tuple[tuple[int, int], ...], skipped: Mapping[Question, str]
@@ -143,7 +140,7 @@ class _Measured:
         spread = noise = None
         if self._variances:
             variances = np.stack(self._variances)
-            noise = np.array([self._in_one_number(np.sqrt(one)) for one in variances])
+            noise = np.array([in_one_number(np.sqrt(one), self._scale) for one in variances])
             spread = np.sqrt(np.tensordot(share, variances, 1))
         return Influence(
             places=places,
@@ -169,6 +166,8 @@ class _Measured:
 def in_one_number(values: Float[np.ndarray, "*_ a"], scale: Float[np.ndarray, " a"]) -> float:
     """Return the root mean square in standard deviations; actions that never move are left out."""
     moves = scale > _MOVES
+    if not moves.any():
+        raise ValueError("No action moves in the data set: changes of it cannot be compared.")
     return float(np.sqrt(np.square(values[..., moves] / scale[moves]).mean()))
 
 

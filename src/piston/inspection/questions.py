@@ -5,7 +5,7 @@ Cameras, words, the sentence and the state. A question that cannot be asked is k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -129,11 +129,12 @@ def opposite(sentence: str) -> str | None:
     """Return the sentence with every word that has a known opposite replaced by it, if any."""
     table = {word: other for pair in _OPPOSITES for word, other in (pair, pair[::-1])}
     words = sentence.split()
-    changed = [_like(word, table.get(word.lower().strip(_MARKS), word)) for word in words]
+    changed = [_replaced(word, table) for word in words]
     return " ".join(changed) if changed != words else None
 
 
-def _like(word: str, other: str) -> str:
-    """Return the other word with the capital and the punctuation marks of the first."""
+def _replaced(word: str, table: Mapping[str, str]) -> str:
+    """Return a word's opposite with its capital and its punctuation marks, or the word itself."""
     bare = word.strip(_MARKS)
+    other = table.get(bare.lower(), bare)
     return word.replace(bare, other.capitalize() if bare.istitle() else other) if bare else word
