@@ -64,6 +64,23 @@ def test_errors_are_one_sentence(checkpoint, tmp_path, capsys, words, message):
     assert not json_file.exists()
 
 
+def test_a_live_set_is_compared_with_training(root, checkpoint, tmp_path):
+    page, numbers = tmp_path / "page.html", tmp_path / "numbers.json"
+    words = ["inspect", str(checkpoint), "--frames", "1", "--seeds", "2", "--html", str(page)]
+    assert main([*words, "--live", str(root / "data"), "--json", str(numbers)]) == 0
+    assert "Training against live" in page.read_text()
+    live = json.loads(numbers.read_text())["live"]
+    assert live["num_live_frames"] == live["num_training_frames"]
+    assert [one["outside"] for one in live["dimensions"]] == [0] * len(live["dimensions"])
+    assert "picture" not in "".join(live["cameras"][0])
+
+
+def test_files_and_a_served_page_exclude_each_other(checkpoint, tmp_path, capsys):
+    words = ["inspect", str(checkpoint), "--json", str(tmp_path / "a.json"), "--port", "8055"]
+    assert main(words) == 1
+    assert "leave out --host and --port" in capsys.readouterr().err
+
+
 def test_a_run_is_not_a_checkpoint(run, checkpoint, tmp_path, capsys):
     assert main(["inspect", str(run), "--json", str(tmp_path / "numbers.json")]) == 1
     assert f"Its newest is {checkpoint}" in capsys.readouterr().err

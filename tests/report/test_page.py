@@ -24,6 +24,7 @@ PARTS = [
     "validation",
     "data-set",
     "chunks-and-what-was-executed",
+    "why-it-does-that",
     "action-chunk",
     "denoising",
     "transforms",
@@ -133,8 +134,8 @@ def test_a_run_that_has_only_begun(run, tmp_path):
     assert "Training left out: metrics.jsonl has 0 line(s)" in _lines(reader)
     assert "Validation left out: no validation is logged yet" in _lines(reader)
     assert "How it was started left out: the run was started by a version" in _lines(reader)
-    reason = "Action chunk, Denoising, Transforms left out: the run has no whole checkpoint yet"
-    assert reason in _lines(reader)
+    absent = "Why it does that, Action chunk, Denoising, Transforms"
+    assert f"{absent} left out: the run has no whole checkpoint yet" in _lines(reader)
 
 
 def test_without_its_data_set_the_rest_is_shown(root, run, tmp_path):
@@ -159,10 +160,8 @@ def test_random_samples(tmp_path):
     train_loop(dataclasses.replace(config, num_train_steps=2))
     reader = Reader(write_report(config.checkpoint_dir).read_text())
     assert reader.sections == ["training", "timings", "how-it-was-started"]
-    assert (
-        "Data set, Action chunk, Denoising, Transforms left out: the run trained on random samples"
-        in _lines(reader)
-    )
+    absent = "Data set, Why it does that, Action chunk, Denoising, Transforms"
+    assert f"{absent} left out: the run trained on random samples" in _lines(reader)
     assert "no episodes were held out of training" in reader.text
 
 

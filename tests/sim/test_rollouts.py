@@ -8,6 +8,7 @@ import torch
 
 from piston.cli import main
 from piston.inference.loading import random_policy
+from piston.inspection import Frames
 from piston.progress import ProgressBar
 from piston.robots import RobotInputs
 from piston.serving import ServerConfig, running_server
@@ -110,6 +111,28 @@ def test_films_belong_to_the_results_they_lie_with(address, tmp_path):
     assert {path.name for path in (tmp_path / "videos").iterdir()} == {"mine.mp4"}
 
 
+def test_what_was_seen_before_failures_is_a_data_set_without_loss(address, tmp_path):
+    words = ("--out", str(tmp_path), "--execute-horizon", "120", "--inspect-failures", "1")
+    policy, environment = random_policy("tiny_aloha_sim"), make_environment(TASK)
+    for seed in (0, 5):  # the second one replaces the first
+        assert run(address, "--seeds", f"{seed},7", *words) == 0
+        assert json.loads((tmp_path / "results.json").read_text())["failures"] == "failures"
+        frames = Frames.open(policy, tmp_path / "failures")
+        assert frames.episodes == {0: 3}
+        seen = environment.reset(seed)
+        first = frames[0, 0].observation
+        for camera, image in seen["images"].items():
+            np.testing.assert_array_equal(first["images"][camera], image)
+        np.testing.assert_array_equal(first["state"], seen["state"])
+        assert first["prompt"] == environment.prompt
+        drawn = frames.source.column("seed").ravel()
+        np.testing.assert_array_equal(drawn, NOISE_SEEDS * seed + np.array([0, 120, 240]))
+    # The column has the noise of the answer; the server's weights are those of this seed.
+    torch.manual_seed(0)
+    chunk = random_policy("tiny_aloha_sim").infer(first, seed=int(drawn[0]))["actions"]
+    np.testing.assert_allclose(frames[0, 0].recorded, chunk, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -117,6 +140,7 @@ def test_films_belong_to_the_results_they_lie_with(address, tmp_path):
         (("--episodes", "3", "--seeds", "0..1"), "--seeds names only 2"),
         (("--seeds", "1000000"), "are for recording"),
         (("--seeds", "0", "--opposite"), "has no opposite"),
+        (("--opposite", "--inspect-failures", "1"), "Leave out one of them"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused_and_nothing_is_replaced(

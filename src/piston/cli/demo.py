@@ -42,6 +42,8 @@ _CONTENTS = (
     *("data", "assets", "checkpoints", "eval", "cache"),
     *("report.html", "animation.webp", LOG),
 )
+# Episodes whose last requests the report shows.
+_NUM_FAILURES = 3
 _SECONDS_TO_START, _SECONDS_TO_STOP = 120.0, 60.0
 _QUICK_TRAINING = (
     *("--num-train-steps", "40", "--log-interval", "5", "--ema-decay", "0.8"),
@@ -207,6 +209,8 @@ def run_stages(job: Job, plan: DemoPlan, seed: int) -> None:
         for stage, name in names.items():
             folder = evaluations[name]
             words = (*plan.trials[name], "--video", "--policy", uri, "--out", folder)
+            if "--opposite" not in words:
+                words = (*words, "--inspect-failures", _NUM_FAILURES)
             job.do(stage, words, lambda: str(read_evaluation(folder).success))  # noqa: B023
     report = (
         *(run, "--eval", *evaluations.values(), "--stages", out / STATE, "--out", page),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -11,7 +12,7 @@ import tyro
 
 from piston.cli.command import Command, named
 from piston.cli.console import console, table
-from piston.files import write_json
+from piston.files import write_text
 from piston.progress import ProgressBar
 
 if TYPE_CHECKING:
@@ -25,23 +26,32 @@ logger = logging.getLogger(__name__)
 class InspectArguments:
     """Show why a policy does what it does, by changing its inputs and asking it again.
 
-    Cameras, words, sentence and state are changed one at a time.
+    Without --html and --json, a page in the browser answers questions.
     """
 
     # A folder that `piston train` wrote, or any checkpoint (folder or location) with --preset.
     checkpoint: Annotated[str, tyro.conf.Positional, named("CHECKPOINT")]
     # A data set of the robot (folder or owner/name); by default that of the training.
     data: str | None = None
+    # What the robot sends now, to be compared with --data: a recording of `piston serve --record`,
+    # or another data set.
+    live: str | None = None
     # Of the data set, only these episodes: 0:50 or 3,7,9.
     episodes: str | None = None
     # Frames in which every input is changed.
     frames: int = 10
     # Noise that each question is asked with.
     seeds: int = 8
-    # Write the overview as one HTML page.
+    # Write the overview as one HTML page; nothing is served then.
     html: Path | None = None
-    # Write the numbers of the overview.
+    # Write the numbers of the overview; nothing is served then.
     json: Path | None = None
+    # Where the page is served; by default for this computer only.
+    host: str = "127.0.0.1"
+    # By default the first free one from 8050 on.
+    port: int | None = None
+    # Open the page in a browser.
+    browser: bool = True
     # The robot, for checkpoints that do not say it themselves.
     preset: str | None = None
     # A file that describes the robot, in place of the preset's or for other keys.
@@ -56,24 +66,35 @@ class InspectArguments:
 
 def inspect(arguments: InspectArguments) -> None:
     _check(arguments)
-    from piston.inspection import Plan, as_json, compute
+    from piston.inspection import Frames, Plan, as_json, compute
+    from piston.report.inspection import inspection_page, write_inspection
 
+    if arguments.html is None and arguments.json is None:
+        from piston.inspection.server import run  # tells at once if the extra is not installed
     policy = _load(arguments)
     frames = _open(policy, arguments)
+    live = None
+    if arguments.live is not None:
+        live = Frames.open(policy, arguments.live, needs_cameras=False)
     plan = Plan(frames=arguments.frames, seeds=arguments.seeds)
     with ProgressBar("inspecting", "questions", after=0) as bar:
-        overview = compute(policy, frames, name=arguments.checkpoint, plan=plan, progress=bar.show)
+        overview = compute(
+            policy, frames, live=live, name=arguments.checkpoint, plan=plan, progress=bar.show
+        )
     _show(overview)
     written = []
     if arguments.html is not None:
-        from piston.report.inspection import write_inspection
-
         written.append(write_inspection(overview, arguments.html))
     if arguments.json is not None:
-        write_json(arguments.json, as_json(overview), indent=1)
+        write_text(arguments.json, json.dumps(as_json(overview)) + "\n")
         written.append(arguments.json)
     for path in written:
         console().print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)", highlight=False)
+    if not written:
+        title = f"{arguments.checkpoint}, {overview.about.data}"
+        where: dict[str, Any] = {"host": arguments.host, "port": arguments.port}
+        page = inspection_page(overview)
+        run(policy, frames, page, title=title, open_browser=arguments.browser, **where)
 
 
 run_inspect = Command("inspect", InspectArguments, inspect)
@@ -81,8 +102,11 @@ run_inspect = Command("inspect", InspectArguments, inspect)
 
 def _check(arguments: InspectArguments) -> None:
     """Raise ValueError for options that cannot work, before the model is loaded."""
-    if arguments.html is None and arguments.json is None:
-        raise ValueError("Say where the overview goes: --html FILE, --json FILE or both.")
+    served = arguments.html is None and arguments.json is None
+    if not served and (arguments.port is not None or arguments.host != InspectArguments.host):
+        raise ValueError(
+            "--html and --json write files and serve nothing: leave out --host and --port."
+        )
     for name in ("frames", "seeds"):
         if getattr(arguments, name) < 1:
             raise ValueError(f"--{name} is {getattr(arguments, name)}; expected at least 1.")

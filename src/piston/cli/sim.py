@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -88,14 +89,23 @@ class EvalArguments:
     opposite: bool = False
     # Write videos of the first failures and successes.
     video: bool = False
+    # Write what the policy saw before the first failures, this many, as a data set: failures/ in
+    # --out, for `piston report` and `piston inspect`.
+    inspect_failures: int = 0
     # Where results go.
     out: Path = Path("runs/eval")
 
 
 def _eval(arguments: EvalArguments) -> None:
     from piston.sim.rollouts import VideoWriter, evaluate, infer_with_server
+    from piston.sim.scores import FAILURES
 
     seeds = _seeds(arguments.seeds, arguments.episodes)
+    if arguments.inspect_failures and arguments.opposite:
+        raise ValueError(
+            "--inspect-failures is for the task that was asked for; with --opposite, not doing "
+            "what is scored is right. Leave out one of them."
+        )
     out = arguments.out
     writer = VideoWriter(out / "videos")
     # The episodes that have ended, for the case that the evaluation breaks. What an earlier one
@@ -122,6 +132,12 @@ def _eval(arguments: EvalArguments) -> None:
             metadata = policy.metadata
             infer = lambda requests: [one["actions"] for one in policy.infer_batch(requests)]  # noqa: E731
         out.mkdir(parents=True, exist_ok=True)
+        failures = None
+        if arguments.inspect_failures:
+            from piston.sim.failures import recording_failures  # imports torch
+
+            recording = recording_failures(out / FAILURES, arguments.inspect_failures)
+            failures = stack.enter_context(recording)
         bar = stack.enter_context(ProgressBar(arguments.task, "episodes", len(seeds), after=0))
         try:
             evaluation = evaluate(
@@ -135,13 +151,19 @@ def _eval(arguments: EvalArguments) -> None:
                 pixels=arguments.pixels,
                 opposite=arguments.opposite,
                 videos=writer if arguments.video else None,
+                failures=failures,
                 on_outcome=on_outcome,
             )
             for kind in ("success", "failure"):  # of an earlier one, whose results are replaced
                 for path in (out / "videos").glob(f"{kind}_seed*.mp4"):
                     if path not in writer.written:
                         path.unlink()
-            dataclasses.replace(evaluation, videos=tuple(writer.written)).write(out)
+            evaluation = dataclasses.replace(
+                evaluation,
+                videos=tuple(writer.written),
+                failures=out / FAILURES if failures and failures.num_written else None,
+            )
+            evaluation.write(out)
         except BaseException as error:
             if num_ended:
                 error.add_note(f"The {num_ended} episodes that had ended are in {kept}.")
@@ -182,6 +204,9 @@ def _show(evaluation: Evaluation, out: Path) -> None:
     screen.print(table(("", successes), rows, right=(successes,)))
     failed = [str(outcome.seed) for outcome in evaluation.outcomes if not outcome.success]
     screen.print(f"failed seeds: {', '.join(failed) or 'none'}")
+    if evaluation.failures is not None:
+        advice = f"piston inspect CHECKPOINT --data {shlex.quote(str(evaluation.failures))}"
+        screen.print(f"what was seen before failures: {advice}", soft_wrap=True)
     times = "  ".join(f"{p[1:]} % {ms:.0f} ms" for p, ms in evaluation.latency_ms.items())
     screen.print(f"time per request: {times}")
     screen.print(f"every episode with its seed and initial state: {out / RESULTS}")

@@ -78,9 +78,10 @@ class RecordingPolicy:
 
     def _add(self, observation: Mapping[str, Any], chunk: np.ndarray, now: float) -> None:
         prompt = str(observation.get("prompt", NO_PROMPT))
-        frame = _frame(observation, chunk)
+        frame = recorded_frame(observation, chunk, 0.0)
         if self._recorder is None:
-            self._recorder = Recorder(self._folder, self._fps, _features(frame), resume=True)
+            features = recorded_features(frame)
+            self._recorder = Recorder(self._folder, self._fps, features, resume=True)
         elif prompt != self._prompt or now - self._last > _PAUSE:
             self._end_episode(self._recorder)
         if not self._recorder.num_unsaved_frames:
@@ -95,9 +96,12 @@ class RecordingPolicy:
             logger.info("Recorded episode %d in %s", recorder.num_episodes, self._folder)
 
 
-def _frame(observation: Mapping[str, Any], chunk: np.ndarray) -> dict[str, np.ndarray]:
+def recorded_frame(
+    observation: Mapping[str, Any], chunk: np.ndarray, seconds: float
+) -> dict[str, np.ndarray]:
+    """Return the columns of a request, its answer, and when in the episode it was made."""
     own = {key: value for key, value in observation.items() if key not in REQUEST_KEYS}
-    frame = {ACTION: chunk[0], CHUNK: chunk, TIME: np.zeros(1, np.float32)}
+    frame = {ACTION: chunk[0], CHUNK: chunk, TIME: np.array([seconds], np.float32)}
     for key, value in flatten_dict(own).items():
         array = np.asarray(value)
         if array.ndim == 3:
@@ -108,10 +112,15 @@ def _frame(observation: Mapping[str, Any], chunk: np.ndarray) -> dict[str, np.nd
     return frame
 
 
-def _features(frame: Mapping[str, np.ndarray]) -> dict[str, dict[str, Any]]:
-    image = {"dtype": "video", "names": ["height", "width", "channels"]}
-    vector = {"dtype": "float32", "names": None}
+def recorded_features(
+    frame: Mapping[str, np.ndarray], *, lossless: bool = False
+) -> dict[str, dict[str, Any]]:
+    """Declare the columns of a frame; images become videos, or pictures that lose nothing."""
+    image = {"dtype": "image" if lossless else "video", "names": ["height", "width", "channels"]}
     return {
-        name: {**(image if array.ndim == 3 else vector), "shape": array.shape}
+        name: {
+            **(image if array.ndim == 3 else {"dtype": str(array.dtype), "names": None}),
+            "shape": array.shape,
+        }
         for name, array in frame.items()
     }

@@ -19,6 +19,7 @@ from PIL import Image
 
 from piston.inference.policy import Policy
 from piston.inspection.frames import Frames, camera_paths
+from piston.inspection.results import NOT_IN_JSON
 from piston.progress import Progress
 from piston.transforms import Data, flatten_dict
 
@@ -58,8 +59,8 @@ class Camera:
     brightness_limit: float
     contrast: float
     # As the model sees them; the live one and the training picture nearest to it.
-    live_picture: UInt8[np.ndarray, "h w 3"] | None
-    training_picture: UInt8[np.ndarray, "h w 3"]
+    live_picture: UInt8[np.ndarray, "h w 3"] | None = dataclasses.field(metadata=NOT_IN_JSON)
+    training_picture: UInt8[np.ndarray, "h w 3"] = dataclasses.field(metadata=NOT_IN_JSON)
 
     @property
     def explanation(self) -> str:

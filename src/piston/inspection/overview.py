@@ -17,6 +17,10 @@ from jaxtyping import Float, UInt8
 from piston.inference.policy import Policy
 from piston.inspection.frames import Frame, Frames, camera_names, state_dims
 from piston.inspection.influence import Influence, influence
+from piston.inspection.inside import Inside, inside
+from piston.inspection.live import Comparison, compare
+from piston.inspection.live import verdicts as live_verdicts
+from piston.inspection.open_loop import OpenLoop, open_loop, open_loop_verdicts
 from piston.inspection.probe import Intervention, Probe
 from piston.inspection.results import NOT_IN_JSON, Verdict
 from piston.inspection.verdicts import influence_verdicts
@@ -26,6 +30,10 @@ logger = logging.getLogger(__name__)
 
 # An estimate of the time is logged above this many seconds.
 _LONG = 60.0
+# About how often a policy is asked along an episode.
+_ALONG_EPISODE = 24
+# Reading the pictures of both sets takes about as long as so many questions.
+_COMPARING = 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +44,10 @@ class Plan:
     frames: int = 10
     # Noise that each question is asked with.
     seeds: int = 8
+    # Episodes along which chunks are compared with the recording.
+    episodes: int = 1
+    # Whether one inference is looked into.
+    inside: bool = True
 
 
 DEFAULT_PLAN = Plan()
@@ -55,6 +67,7 @@ class About:
     data: str
     num_episodes: int
     num_frames: int
+    # Frames per second.
     fps: float
     # Of a chunk.
     num_actions: int
@@ -88,18 +101,26 @@ class Overview:
     verdicts: tuple[Verdict, ...]
     moments: tuple[Moment, ...]
     influence: Influence
+    open_loop: tuple[OpenLoop, ...]
+    # Of the first moment.
+    inside: Inside | None
+    live: Comparison | None
 
 
 def compute(
     policy: Policy,
     frames: Frames,
     *,
+    live: Frames | None = None,
     name: str = "",
     plan: Plan = DEFAULT_PLAN,
     places: Sequence[tuple[int, int]] | None = None,
     progress: Progress = no_progress,
 ) -> Overview:
-    """Ask everything; `places` are the frames to ask about, else `plan.frames` are spread out.
+    """Ask everything, and compare the data set with a live one.
+
+    `places` are the frames to ask about, else `plan.frames` are spread out. A recording of a
+    server is not followed along its episodes: its frames are requests, not control steps.
 
     Raises ValueError if the data set has no frames, or does not fit the policy.
     """
@@ -110,17 +131,31 @@ def compute(
     probe = Probe(policy, range(plan.seeds))
     chosen = frames.spread_out(plan.frames) if places is None else list(places)
     shown = [frames[place] for place in chosen]
-    parts = {"moments": len(shown), "influence": len(shown) * _num_questions(probe, shown[0])}
-    steps = _Steps(parts, progress)
-    _say_how_long(probe, shown[0], sum(parts.values()))
+    num_episodes = 0 if frames.is_recording else plan.episodes
+    along = list(dict.fromkeys(episode for episode, _ in chosen))[:num_episodes]
+    planned = {
+        "moments": len(shown),
+        "influence": len(shown) * _num_questions(probe, shown[0]),
+        **{f"episode {one}": _ALONG_EPISODE for one in along},
+        **({} if live is None else {"live": _COMPARING}),
+    }
+    steps = _Steps(planned, progress)
+    _say_how_long(probe, shown[0], sum(planned.values()))
     moments = _moments(probe, shown, steps.of("moments"))
     influenced = influence(probe, frames, chosen, steps.of("influence"))
+    followed = [open_loop(probe, frames, one, progress=steps.of(f"episode {one}")) for one in along]
+    compared = None if live is None else compare(policy, frames, live, steps.of("live"))
     verdicts = influence_verdicts(influenced)
+    verdicts += live_verdicts(compared) if compared else []
+    verdicts += open_loop_verdicts(followed) if followed else []
     return Overview(
         about=_about(probe, frames, shown[0], name),
         verdicts=tuple(sorted(verdicts, key=lambda one: one.severity != "problem")),
         moments=moments,
         influence=influenced,
+        open_loop=tuple(followed),
+        inside=inside(probe, shown[0]) if plan.inside else None,
+        live=compared,
     )
 
 

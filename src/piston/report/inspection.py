@@ -12,11 +12,17 @@ import numpy as np
 from jaxtyping import Float
 
 from piston.files import write_text
+from piston.inference.policy import Policy
+from piston.inspection.frames import Frames
 from piston.inspection.influence import Influence
-from piston.inspection.overview import Moment, Overview
+from piston.inspection.overview import Moment, Overview, Plan, compute
 from piston.inspection.questions import ALL, Question
 from piston.inspection.results import Verdict
+from piston.report.dataset import data_may_be_missing
 from piston.report.document import page_text
+from piston.report.inspection_inside import inside_section
+from piston.report.inspection_live import live_section
+from piston.report.inspection_open_loop import open_loop_section
 from piston.report.markup import (
     Line,
     Markup,
@@ -32,19 +38,23 @@ from piston.report.markup import (
     table,
     tag,
 )
+from piston.sim.scores import Evaluation
 
 _PICTURE = 160
 # Of the moments, the actions that move most are shown.
 _NUM_DIMS = 6
+_NUM_STRONGEST = 6
+# In the report of a run, which has to be quick.
+_SHORT = Plan(frames=4, seeds=4, episodes=0, inside=False)
+_MAX_FAILURES = 6
 # A cell has its full colour from this many spreads on (without noise: standard deviations).
 _FULL_COLOUR = 5.0
 _SMALL = 0.01
+_STEPS = "step of the chunk"
 _CHANGES = {
     "off": "taken out of attention",
     "black": "black picture",
     "other": "picture of another moment",
-    "left out": "left out",
-    "moved": "moved by one standard deviation",
 }
 _SENTENCES = {
     "empty": "no sentence",
@@ -68,11 +78,50 @@ def inspection_page(overview: Overview) -> str:
 
 def sections(overview: Overview) -> dict[str, Markup]:
     """Return all sections by title."""
-    return {
+    about = overview.about
+    shown = {
         "Conclusions": verdicts(overview.verdicts),
         "What each input changes": influence(overview),
-        "Moments": moments(overview),
     }
+    if overview.live is not None:
+        shown["Training against live"] = live_section(overview.live)
+    if overview.open_loop:
+        shown["Along an episode"] = open_loop_section(overview.open_loop, about.cameras)
+    shown["Moments"] = moments(overview)
+    if overview.inside is not None:
+        names = about.action_names
+        shown["Inside one inference"] = inside_section(overview.inside, names, about.cameras)
+    return shown
+
+
+def why(policy: Policy, evaluations: Sequence[Evaluation]) -> Markup:
+    """Return the section of a run's page: a short overview, and the moments before failures."""
+    with data_may_be_missing():
+        frames = Frames.open(policy, policy.data.repo_id or "", policy.data.episodes)
+        overview = compute(policy, frames, plan=_SHORT)
+    parts = [verdicts(overview.verdicts), influence(overview)]
+    for evaluation in evaluations:
+        if evaluation.failures is not None:
+            parts.append(tag("h3", f"Before failures, {evaluation.name}"))
+            with data_may_be_missing():
+                parts.append(_failures(policy, Frames.open(policy, evaluation.failures)))
+    return join(parts)
+
+
+def _failures(policy: Policy, frames: Frames) -> Markup:
+    """Return the last request of each episode that failed, and the one in the middle."""
+    places = [
+        (episode, place)
+        for episode, length in frames.episodes.items()
+        for place in sorted({length // 2, length - 1})
+    ]
+    overview = compute(policy, frames, plan=_SHORT, places=places[:_MAX_FAILURES])
+    text = (
+        "What the policy saw before episodes failed. Dashed is the chunk that it answered then, "
+        "solid the mean of what it answers with other noise."
+    )
+    shown = (moment(overview, number) for number in range(len(overview.moments)))
+    return join([note(text), *shown])
 
 
 def _cards(overview: Overview) -> Iterator[Markup]:
@@ -85,8 +134,9 @@ def _cards(overview: Overview) -> Iterator[Markup]:
     if about.num_steps is not None:
         steps = f"of noise; {about.num_steps} denoising steps"
         yield card("seeds", str(about.num_seeds), steps)
-    seconds = f"{about.num_actions / about.fps:.1f} s at {about.fps:g} per second"
-    yield card("steps of a chunk", str(about.num_actions), seconds)
+    yield card(
+        "steps of a chunk", str(about.num_actions), f"{len(about.action_names)} actions each"
+    )
     yield card("parameters", short(about.num_parameters), f"{about.family} on {about.device}")
 
 
@@ -160,7 +210,7 @@ def _described(found: Influence, question: Question) -> str:
         if subject == ALL:
             return "all: state of another moment"
         return subject.replace("_", " ")
-    return f"“{subject}” {change}"
+    return f"without “{subject}”"
 
 
 def _effects(
@@ -177,7 +227,7 @@ def _effects(
             for number, name in rows.items()
         ]
     if found.spread is not None:
-        spread = (tag("span", _number(one)) for one in found.spread.mean(0))
+        spread = (tag("span", f"{one:.2g}") for one in found.spread.mean(0))
         body.append([tag("b", "Noise", class_="group")])
         body.append(["one spread, in the robot's units", "", *spread])
     return table(["", "all", *names], body, class_="effects")
@@ -218,25 +268,25 @@ def _words(
             value = known.get(subject, float("nan"))
             words.append(tag("div", word, _cell(value)))
         lines.append(tag("div", *words, class_="words"))
-    return figure("Below each word: how much the actions change when it is left out.", *lines)
+    return figure("Below each word: how much the actions change without it.", *lines)
 
 
 def _over_steps(overview: Overview, effects: Float[np.ndarray, "q h a"]) -> Markup:
     """Return the effects along the chunk, averaged over the actions."""
-    found, about = overview.influence, overview.about
-    seconds = np.arange(effects.shape[1]) / about.fps
+    found = overview.influence
+    steps = np.arange(effects.shape[1])
     looks = [f"run-{number}" for number in range(7)]
     figures = []
     for input in ("camera", "sentence", "state"):
         rows = _rows(found, input)
         strongest = sorted(rows, key=lambda number: -np.nan_to_num(effects[number]).mean())[:4]
         lines = [
-            Line(seconds, effects[number].mean(-1), look, rows[number])
+            Line(steps, effects[number].mean(-1), look, rows[number])
             for number, look in zip(strongest, looks)
         ]
         if lines:
             entries = legend((line.look, line.name) for line in lines)
-            figures.append(tag("div", small_plot(input, lines, from_zero=True), entries))
+            figures.append(tag("div", small_plot(input, lines, _STEPS, from_zero=True), entries))
     text = (
         "The same along the chunk, averaged over the actions: the strongest changes of each kind "
         "of input. Where a curve rises late, the input decides what comes at the end of the chunk."
@@ -246,14 +296,14 @@ def _over_steps(overview: Overview, effects: Float[np.ndarray, "q h a"]) -> Mark
 
 def _carried(overview: Overview) -> Markup:
     found = overview.influence
-    seconds = np.arange(found.carried.shape[1]) / overview.about.fps
+    steps = np.arange(found.carried.shape[1])
     text = (
         "How much of an error of the measured state remains in the target of the same joint: 1 "
         "means that the whole error is carried on, 0 that the policy corrects it. Policies that "
         "carry errors on drift, because nothing pulls them back."
     )
     figures = [
-        small_plot(name, [Line(seconds, values), Line(seconds, np.zeros(len(seconds)), "fade")])
+        small_plot(name, [Line(steps, values), Line(steps, np.zeros(len(steps)), "fade")], _STEPS)
         for name, values in zip(found.carried_names, found.carried)
     ]
     shown = tag("div", *figures, class_="multiples")
@@ -261,18 +311,20 @@ def _carried(overview: Overview) -> Markup:
 
 
 def moments(overview: Overview) -> Markup:
-    """Return the frames that were asked about: pictures and chunks."""
+    """Return the frames that were asked about: pictures, chunks, and what matters there."""
     text = (
-        "What the model saw in each frame, what it predicts there (the band is the standard "
-        "deviation over noise seeds) and what was recorded, for the actions that move most."
+        "What the model saw in each frame, what it predicts there (pale: one standard deviation "
+        "over noise seeds) and what was recorded, for the actions that move most; and which "
+        "changes of the observation move the actions most in this frame."
     )
-    return join([note(text), *(moment(overview, one) for one in overview.moments)])
+    shown = (moment(overview, number) for number in range(len(overview.moments)))
+    return join([note(text), *shown])
 
 
-def moment(overview: Overview, one: Moment) -> Markup:
-    """Return one frame, folded until it is opened."""
-    about = overview.about
-    seconds = np.arange(len(one.predicted)) / about.fps
+def moment(overview: Overview, number: int, *, is_open: bool = False) -> Markup:
+    """Return one frame, folded unless it is to be open."""
+    about, one = overview.about, overview.moments[number]
+    steps = np.arange(len(one.predicted))
     pictures = (
         picture(pixels, about.cameras.get(slot, slot), _PICTURE)
         for slot, pixels in one.pictures.items()
@@ -283,13 +335,25 @@ def moment(overview: Overview, one: Moment) -> Markup:
     for dim in sorted(np.argsort(-ranges, kind="stable")[:_NUM_DIMS].tolist()):
         mean, spread = one.predicted[:, dim], one.spread[:, dim]
         lines = [
-            Line(seconds, mean - spread, "accent", opacity=0.35),
-            Line(seconds, mean + spread, "accent", opacity=0.35),
-            Line(seconds, mean, "accent"),
-            Line(seconds, one.recorded[:, dim], "ink"),
+            Line(steps, mean - spread, "accent", opacity=0.35),
+            Line(steps, mean + spread, "accent", opacity=0.35),
+            Line(steps, mean, "accent"),
+            Line(steps, one.recorded[:, dim], "ink"),
         ]
-        figures.append(small_plot(about.action_names[dim], lines, widest=widest))
+        figures.append(small_plot(about.action_names[dim], lines, _STEPS, widest=widest))
     looks = [("ink", "recorded"), ("accent", "policy")]
     summary = f"Episode {one.episode}, frame {one.frame}: “{one.prompt}”"
-    shown = multiples("", looks, figures, tag("div", *pictures, class_="thumbnails"))
-    return tag("details", tag("summary", summary), shown, class_="moment")
+    seen = tag("div", *pictures, _strongest(overview.influence, number), class_="thumbnails")
+    shown = multiples("", looks, figures, seen)
+    return tag("details", tag("summary", summary), shown, class_="moment", open=is_open or None)
+
+
+def _strongest(found: Influence, number: int) -> Markup:
+    """Return the changes that move the actions most in one frame, in spreads if there are."""
+    values = found.strength_per_frame[number]
+    if found.noise_per_frame is not None:
+        values = values / max(found.noise_per_frame[number], 1e-9)
+    order = np.argsort(-np.nan_to_num(values), kind="stable")[:_NUM_STRONGEST]
+    rows = [(_described(found, found.questions[one]), _cell(values[one])) for one in order]
+    unit = "spreads" if found.noise_per_frame is not None else "standard deviations"
+    return table(("strongest here", unit), rows, class_="effects")

@@ -6,16 +6,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from piston.data.dataset import LeRobotDataset
-from piston.inference import load_policy
+from piston.inference import Policy, load_policy
 from piston.report import comparison
 from piston.report.dataset import dataset, open_sets
 from piston.report.document import attempt, write_page
 from piston.report.evaluation import executed, find_evaluations, success, videos
+from piston.report.inspection import why
 from piston.report.markup import Markup, Missing, card, duration, short
 from piston.report.prediction import Prediction, chunk, denoising, predict
 from piston.report.timings import Stages, read_stages, timings
 from piston.report.training import Run, origin, read_run, training, validation
-from piston.report.transforms import Sample, choose_sample, transforms
+from piston.report.transforms import choose_sample, transforms
 from piston.sim.recording import simulated_task
 from piston.sim.scores import Evaluation
 
@@ -32,14 +33,15 @@ def write_report(
     opened, evaluated = read_run(run), find_evaluations(run, evaluations)
     measured = None if stages is None else read_stages(stages)
 
-    def ask_policy(sample: Sample) -> Prediction:
+    def load() -> Policy:
         if not use_policy or opened.checkpoint is None:
             raise Missing("the policy was not loaded. Leave out --no-policy.")
-        return predict(load_policy(opened.checkpoint), sample)
+        return load_policy(opened.checkpoint)
 
     sets = attempt(open_sets, opened)
     sample = attempt(choose_sample, opened, sets)
-    prediction = attempt(ask_policy, sample)
+    policy = sample if isinstance(sample, Missing) else attempt(load)
+    prediction = attempt(predict, policy, sample)
     answered = None if isinstance(prediction, Missing) else prediction
     sections: dict[str, Markup | Missing] = {"Evaluation": _how_to_evaluate(opened, sets)}
     if evaluated:
@@ -55,6 +57,7 @@ def write_report(
     if evaluated:
         sections["Chunks and what was executed"] = attempt(executed, evaluated)
     sections |= {
+        "Why it does that": attempt(why, policy, evaluated),
         "Action chunk": attempt(chunk, sample, prediction),
         "Denoising": attempt(denoising, sample, prediction),
         "Transforms": attempt(transforms, sample, answered.back if answered else ()),

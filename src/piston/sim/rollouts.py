@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from piston.data.recorder import VideoEncoding, encode_video
 from piston.sim import make_environment
 from piston.sim.environment import Environment, Observation, check_evaluation_seeds
 from piston.sim.scores import Evaluation, Outcome, Trace, latency_percentiles
+
+if TYPE_CHECKING:  # it imports torch, which an evaluation of a served policy does without
+    from piston.sim.failures import FailureWriter
 
 # From observations to a chunk of the robot's actions (steps, dim) for each.
 Infer = Callable[[Sequence[Observation]], Sequence[np.ndarray]]
@@ -125,6 +128,7 @@ def evaluate(
     pixels: int | None = None,
     opposite: bool = False,
     videos: VideoWriter | None = None,
+    failures: FailureWriter | None = None,
     on_outcome: Callable[[Outcome], None] | None = None,
 ) -> Evaluation:
     """Run one episode per seed and execute `execute_horizon` steps of each chunk (default: half).
@@ -153,8 +157,10 @@ def evaluate(
             chunks = infer(observations)
             latencies.append(time.perf_counter() - started)
             execute_horizon = execute_horizon or max(1, len(chunks[0]) // 2)
-            for episode, chunk in zip(empty, chunks, strict=True):
+            for episode, seen, chunk in zip(empty, observations, chunks, strict=True):
                 episode.take(chunk, execute_horizon)
+                if failures is not None:
+                    failures.add_request(episode.environment, seen, chunk)
         for episode in list(running):
             episode.step()
             if videos is not None:
@@ -167,6 +173,8 @@ def evaluate(
                 idle.append(episode.environment)
                 if videos is not None:
                     videos.end_episode(episode.environment, outcome)
+                if failures is not None:
+                    failures.end_episode(episode.environment, outcome, execute_horizon or 1)
                 if on_outcome is not None:
                     on_outcome(outcome)
     for environment in environments:

@@ -15,6 +15,8 @@ from jaxtyping import Float
 from piston.files import read_json, write_text
 
 RESULTS = "results.json"
+# The data set of the last requests before failures.
+FAILURES = "failures"
 PERCENTILES = (50, 90, 99)
 _DECIMALS = 5
 
@@ -89,6 +91,8 @@ class Evaluation:
     opposite: bool = False
     # Videos of some episodes.
     videos: tuple[Path, ...] = ()
+    # A data set of the last requests of some episodes that failed.
+    failures: Path | None = None
     # The actions of the first episode.
     trace: Trace | None = None
     # The name of the folder that it was read from.
@@ -124,6 +128,7 @@ class Evaluation:
             "execute_horizon": self.execute_horizon,
             "opposite": self.opposite,
             "videos": [str(video.relative_to(folder)) for video in self.videos],
+            "failures": None if self.failures is None else str(self.failures.relative_to(folder)),
             "episodes": len(self.outcomes),
             "success": {"rate": self.success.value, "interval": self.success.interval},
             "held_at_the_end": {"rate": self.held.value, "interval": self.held.interval},
@@ -157,6 +162,7 @@ def read_evaluation(folder: Path) -> Evaluation:
         outcomes=tuple(Outcome(**outcome) for outcome in summary["outcomes"]),
         opposite=summary.get("opposite", False),
         videos=tuple(sorted((folder / name for name in summary["videos"]), key=_kind_and_seed)),
+        failures=folder / summary["failures"] if summary.get("failures") else None,
         trace=Trace(**trace) if trace else None,
         name=folder.resolve().name,
     )
