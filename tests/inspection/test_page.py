@@ -178,6 +178,16 @@ def test_a_camera_that_is_off_or_black(page, port):
 
 
 @needs_browser
+def test_a_map_belongs_to_its_moment(page):
+    cells = "document.querySelectorAll('.map rect').length"
+    click(page, "button[aria-label='cam_high: map of what matters']")
+    wait_until(lambda: page.evaluate(cells) >= 64)
+    page.press("ArrowRight")
+    assert page.evaluate(cells) == 0
+    assert page.evaluate("document.querySelectorAll('.map-button[aria-pressed=true]').length") == 0
+
+
+@needs_browser
 def test_a_link_holds_the_view(page, port):
     page.press("ArrowRight")
     page.drag(".screen", (0.1, 0.1), (0.4, 0.6))

@@ -15,6 +15,7 @@ from PIL import Image
 
 from piston.inspection import Box, Intervention, Probe
 from piston.inspection.answers import NUM_SEEDS
+from piston.inspection.occlusion import Occlusion
 from piston.inspection.server import PORT, _listen, _Turns
 
 from .page_cases import (
@@ -99,6 +100,22 @@ def test_answers_are_those_of_the_probe(port, policy, frames):
     per_action = np.abs(changed - base).mean((0, 1))
     np.testing.assert_allclose(answer["effect"]["per_action"], per_action, atol=1e-4)
     assert answer["effect"]["strength"] > 0
+
+
+def test_a_map_is_of_the_chosen_actions(port, policy, frames):
+    place = {"client": "a", "episode": 0, "frame": 3}
+    question = {**place, "camera": TOP, "actions": ["joint_0"]}
+    status, _, found = fetch(port, "/api/occlusion", question)
+    assert status == 200, found
+    sizes = [(right - left) * (bottom - top) for left, top, right, bottom in found["cells"]]
+    assert sum(sizes) == pytest.approx(1)
+    expected = Occlusion(Probe(policy, range(2)), frames, actions=["joint_0"])
+    values = expected.map(frames[0, 3], TOP).value
+    np.testing.assert_allclose(found["value"], values, rtol=1e-3, atol=1e-7)
+    for wrong in ({"camera": "rear"}, {"actions": ["knee"]}):
+        status, _, answer = fetch(port, "/api/occlusion", {**question, **wrong})
+        assert status == 400
+        assert "There is no" in answer["error"]
 
 
 def test_nothing_changed_has_no_effect(port):

@@ -15,18 +15,20 @@ import time
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 from PIL import Image
 
 from piston.inference.policy import Policy
 from piston.inspection.frames import Frame, Frames, camera_names, state_dims
 from piston.inspection.influence import in_one_number
+from piston.inspection.occlusion import Occlusion
 from piston.inspection.probe import Intervention, Probe
 from piston.inspection.results import as_json
 
 # Seeds of the noise behind each answer, as in the overview. They share one prefix, so that the time
 # grows slowly with them: the demo's policy takes 72 ms on one core, and 50 ms with one seed.
 NUM_SEEDS = 8
+_MAP_SEEDS = 2
 # Moments with their images in full size, and pictures and unchanged answers that are kept.
 _NUM_FRAMES, _NUM_KEPT = 32, 512
 
@@ -45,6 +47,9 @@ class Answers:
         self.frame = functools.lru_cache(_NUM_FRAMES)(self._frame)
         self.picture = functools.lru_cache(_NUM_KEPT)(self._picture)
         self._unchanged = functools.lru_cache(_NUM_KEPT)(self._ask)
+        # Of a map only the places matter: all its versions start from the same noise.
+        self._map_probe = Probe(policy, range(min(num_seeds, _MAP_SEEDS)))
+        self._background = functools.lru_cache(_NUM_KEPT)(self._read_background)
 
     def about(self) -> dict[str, Any]:
         """Return what does not depend on the moment. Raises an error if no frame fits the policy.
@@ -114,6 +119,22 @@ class Answers:
             "effect": None if changed is None else self._effect(base, changed),
         }
         return as_json({**answer, "ms": 1e3 * (time.perf_counter() - started)})
+
+    def occlusion(
+        self, episode: int, number: int, camera: str, actions: tuple[str, ...]
+    ) -> dict[str, Any]:
+        """Return how much covering each part of a picture changes some actions, or all of them."""
+        started = time.perf_counter()
+        frame, chosen = self.frame(episode, number), actions or None
+        occlusion = Occlusion(self._map_probe, self._frames, actions=chosen)
+        found = occlusion.map(frame, camera, self._background(camera))
+        sides = [[cell.left, cell.top, cell.right, cell.bottom] for cell in found.cells]
+        ms = 1e3 * (time.perf_counter() - started)
+        return as_json({"cells": sides, "value": found.value, "ms": ms})
+
+    def _read_background(self, camera: str) -> UInt8[np.ndarray, "_ _ 3"]:
+        with self._reading:
+            return Occlusion(self._map_probe, self._frames).background(camera)
 
     def _ask(
         self, episode: int, number: int, change: Intervention | None = None

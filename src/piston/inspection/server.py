@@ -130,6 +130,7 @@ def make_app(
         Route("/api/moment/{episode:int}/{frame:int}", endpoints.moment),
         Route("/api/picture/{episode:int}/{frame:int}/{camera:path}", endpoints.picture),
         Route("/api/act", endpoints.act, methods=["POST"]),
+        Route("/api/occlusion", endpoints.occlusion, methods=["POST"]),
         Mount("/page", StaticFiles(directory=_PAGE)),
     ]
     handlers: dict[Any, Any] = {
@@ -184,12 +185,19 @@ class _Endpoints:
         return Response(content, media_type="image/png", headers=kept)
 
     async def act(self, request: Request) -> Response:
-        body = await _read_object(request)
-        client = from_json(body.get("client"), str, "client")
-        place = [from_json(body.get(key), int, key) for key in ("episode", "frame")]
+        body, client, place = await _read_question(request)
         change = {"type": "intervention", **from_json(body.get("change", {}), dict, "change")}
         intervention = from_json(change, Intervention, "change")
         answer = await self._turns.take(client, self._answers.act, *place, intervention)
+        return JSONResponse(answer)
+
+    async def occlusion(self, request: Request) -> Response:
+        body, client, place = await _read_question(request)
+        camera = from_json(body.get("camera"), str, "camera")
+        actions = from_json(body.get("actions", []), tuple[str, ...], "actions")
+        # A map is not replaced by a chunk, which the page asks for meanwhile.
+        turn = f"{client}, map of {camera}"
+        answer = await self._turns.take(turn, self._answers.occlusion, *place, camera, actions)
         return JSONResponse(answer)
 
 
@@ -262,6 +270,13 @@ class _Guard:
         if origin is not None and urlsplit(origin).netloc != host:
             return f"The origin {origin[:100]!r} is not allowed: the page asks for itself only."
         return None
+
+
+async def _read_question(request: Request) -> tuple[dict[str, Any], str, list[int]]:
+    """Return the request's object, the client, and the episode and frame."""
+    body = await _read_object(request)
+    place = [from_json(body.get(key), int, key) for key in ("episode", "frame")]
+    return body, from_json(body.get("client"), str, "client"), place
 
 
 async def _read_object(request: Request) -> dict[str, Any]:

@@ -62,6 +62,19 @@ export const act = (question, signal) =>
   });
 
 /**
+ * How much covering each part of a picture changes the actions; cells are [left, top, right, bottom].
+ *
+ * @param {{episode: number, frame: number, camera: string, actions: string[]}} question
+ * @returns {Promise<{cells: number[][], value: number[], ms: number}>}
+ */
+export const occlusion = (question) =>
+  request("api/occlusion", {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify({ client, ...question }),
+  });
+
+/**
  * @param {About} about
  * @param {number} episode
  * @param {number} frame

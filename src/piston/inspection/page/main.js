@@ -36,7 +36,7 @@ function start(about) {
   const sliders = new Sliders(about, update, current);
   const bars = new Bars(about, update, current);
   const plots = new Plots(about);
-  const pictures = about.cameras.map((camera) => new Picture(camera, about, update));
+  const pictures = about.cameras.map((camera) => new Picture(camera, about, update, fail));
   byId("cameras", HTMLElement).append(...pictures.map((picture) => picture.element));
   const reset = byId("reset", HTMLButtonElement);
   reset.addEventListener("click", () => update(UNCHANGED));

@@ -1,7 +1,7 @@
 /** The cameras' pictures, with buttons to switch them off and regions that are covered by dragging. */
 
-import { pictureAddress } from "./api.js";
-import { make } from "./elements.js";
+import { occlusion, pictureAddress } from "./api.js";
+import { draw, make } from "./elements.js";
 import { rounded } from "./link.js";
 
 /**
@@ -31,6 +31,9 @@ export class Picture {
   /** @type {Box | null} */ #dragged = null;
   #image = make("img", { alt: "", draggable: "false" });
   #boxes = make("div", { class: "boxes" });
+  #map = draw("svg", { class: "map", viewBox: "0 0 1 1", preserveAspectRatio: "none" });
+  // The moment and the actions that the map belongs to.
+  #mapped = "";
   #state = make("span", { class: "camera-state" });
   #wanted = "";
   #shown = "";
@@ -39,15 +42,18 @@ export class Picture {
    * @param {import("./api.js").Camera} camera
    * @param {import("./api.js").About} about
    * @param {Update} update
+   * @param {(error: Error) => void} fail
    */
-  constructor(camera, about, update) {
+  constructor(camera, about, update, fail) {
     this.camera = camera;
     this.about = about;
     this.update = update;
+    this.fail = fail;
     this.screen = make(
       "div",
       { class: "screen", style: `aspect-ratio: ${camera.width} / ${camera.height}` },
       this.#image,
+      this.#map,
       this.#boxes,
       this.#state,
     );
@@ -55,19 +61,23 @@ export class Picture {
     this.off = make("button", { ...label, title: "The model gets no token of it" }, "Off");
     this.black = make("button", { ...label, title: "The model sees a black image" }, "Black");
     this.cover = make("button", { type: "button", title: "Cover the middle" }, "Cover");
+    const reason = "How much covering each part changes the actions";
+    this.map = make("button", { ...label, class: "map-button", title: reason }, "Map");
     for (const [button, text] of /** @type {[HTMLElement, string][]} */ ([
       [this.off, "off"],
       [this.black, "black"],
       [this.cover, "cover a region of"],
+      [this.map, "map of what matters"],
     ])) {
       button.setAttribute("aria-label", `${camera.name}: ${text}`);
     }
-    const buttons = make("span", { class: "buttons" }, this.off, this.black, this.cover);
+    const buttons = make("span", { class: "buttons" }, this.off, this.black, this.cover, this.map);
     const caption = make("figcaption", {}, make("span", {}, camera.name), buttons);
     this.element = make("figure", { class: "camera" }, this.screen, caption);
     this.off.addEventListener("click", () => this.#toggle("off"));
     this.black.addEventListener("click", () => this.#toggle("black"));
     this.cover.addEventListener("click", () => this.#coverMiddle());
+    this.map.addEventListener("click", () => void this.#toggleMap());
     this.#image.addEventListener("load", () => this.#loaded());
     this.#image.addEventListener("error", () => this.#loaded());
     this.#listenForDragging();
@@ -86,7 +96,56 @@ export class Picture {
     this.#image.alt = `${name}, episode ${view.episode}, frame ${view.frame}`;
     this.#wanted = pictureAddress(this.about, view.episode, view.frame, slot);
     if (this.#shown === "") this.#load();
+    if (this.#mapped !== this.#moment()) this.#clearMap();
     this.#showBoxes();
+  }
+
+  #moment() {
+    const { episode = 0, frame = 0, chosen = [] } = this.#view ?? {};
+    return JSON.stringify([episode, frame, chosen]);
+  }
+
+  #clearMap() {
+    this.#mapped = "";
+    this.#map.replaceChildren();
+    this.map.setAttribute("aria-pressed", "false");
+  }
+
+  async #toggleMap() {
+    const view = this.#view;
+    if (this.#mapped || !view) {
+      this.#clearMap();
+      return;
+    }
+    const [asked, started] = [this.#moment(), performance.now()];
+    this.map.disabled = true;
+    const timer = setInterval(() => {
+      this.map.textContent = `${((performance.now() - started) / 1000).toFixed(1)} s`;
+    }, 100);
+    try {
+      const { episode, frame, chosen } = view;
+      const place = { episode, frame, camera: this.camera.slot };
+      const { cells, value } = await occlusion({ ...place, actions: chosen });
+      if (asked === this.#moment()) this.#drawMap(cells, value);
+    } catch (error) {
+      this.fail(/** @type {Error} */ (error));
+    } finally {
+      clearInterval(timer);
+      this.map.textContent = "Map";
+      this.map.disabled = false;
+    }
+  }
+
+  /** @param {number[][]} cells @param {number[]} values */
+  #drawMap(cells, values) {
+    const largest = Math.max(...values) || 1;
+    const parts = cells.map(([x, y, right, bottom], place) => {
+      const opacity = (0.75 * Math.max(values[place], 0)) / largest;
+      return draw("rect", { x, y, width: right - x, height: bottom - y, opacity });
+    });
+    this.#map.replaceChildren(...parts);
+    this.#mapped = this.#moment();
+    this.map.setAttribute("aria-pressed", "true");
   }
 
   // One picture at a time, and next the newest: a browser that is told of another one before it has
