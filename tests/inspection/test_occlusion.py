@@ -90,12 +90,6 @@ def test_the_budget_holds_and_two_runs_give_equal_numbers(probe, frames):
     assert np.array_equal(once.value, again.value)
 
 
-def test_a_camera_that_is_absent_has_no_effect_at_all(probe, frames):
-    found = Occlusion(probe, frames, budget=BUDGET).map(frames[0, 0], untrained.EMPTY_SLOT)
-    assert not found.value.any()
-    assert overlay(np.zeros((16, 16, 3), np.uint8), found).max() == 0
-
-
 def test_the_background_is_the_median_picture(probe, frames):
     occlusion = Occlusion(probe, frames)
     pictures = [
@@ -104,9 +98,9 @@ def test_the_background_is_the_median_picture(probe, frames):
         for number in range(length)
     ]
     found = occlusion.background(BASE_SLOT).astype(float)
-    # Of most of the frames: `spread_out` may choose one twice.
+    # Of most of the frames: `spread_out` chooses some of them twice.
     assert np.abs(found - np.median(pictures, axis=0)).mean() < 30
-    assert found.std() < 0.7 * np.std(pictures)
+    assert np.abs(found - pictures[0]).mean() > 50
 
 
 def test_a_film_shows_every_map_at_the_episodes_pace(probe, frames, tmp_path):
@@ -132,7 +126,8 @@ def test_what_is_not_there_is_named(probe, frames):
         Occlusion(probe, frames, budget=40)
     with pytest.raises(ValueError, match=r"steps are \(3, 9\); a chunk has 4"):
         Occlusion(probe, frames, steps=(3, 9))
-    with pytest.raises(LookupError, match="no camera 'top'; there is base_0_rgb"):
-        Occlusion(probe, frames).map(frames[0, 0], "top")
+    for camera in ("top", untrained.EMPTY_SLOT):
+        with pytest.raises(LookupError, match=f"no camera '{camera}'; there is base_0_rgb"):
+            Occlusion(probe, frames).map(frames[0, 0], camera)
     with pytest.raises(ValueError, match="No action moves"):
         Occlusion(probe, frames, actions=["gripper"]).map(frames[0, 0], BASE_SLOT)

@@ -171,7 +171,8 @@ class Occlusion:
         """Return the median of pictures from the whole data set, as the model sees them."""
         if camera not in self._backgrounds:
             places = self._frames.spread_out(_PICTURES)
-            pictures = [self.picture(self._frames[place], camera) for place in places]
+            shown = [self._probe.pictures(self._frames[place]) for place in places]
+            pictures = [one[camera] for one in shown if camera in one]
             self._backgrounds[camera] = np.median(pictures, axis=0).round().astype(np.uint8)
         return self._backgrounds[camera]
 
@@ -201,26 +202,28 @@ class Occlusion:
         return maps
 
     def picture(self, frame: Frame | Mapping[str, Any], camera: str) -> Picture:
-        """Return what the model sees of a camera."""
-        images = self._probe.prepare(frame, Intervention())["image"]
-        if camera not in images:
-            raise LookupError(f"There is no camera {camera!r}; there is {', '.join(images)}.")
-        picture: Picture = images[camera]
-        return picture
+        """Return what the model sees of a camera. Raises LookupError if the camera is absent."""
+        pictures = self._probe.pictures(frame)
+        if camera not in pictures:
+            raise LookupError(f"There is no camera {camera!r}; there is {', '.join(pictures)}.")
+        return pictures[camera]
 
     def _chosen(self, change: Float[np.ndarray, "n h a"]) -> Float[np.ndarray, "n _ _"]:
         return change[:, slice(*self._steps), self._dims]
 
 
 def overlay(picture: Picture, found: OcclusionMap, largest: float | None = None) -> Picture:
-    """Return the picture, enlarged, with the map laid over; `largest` has the full colour."""
+    """Return the picture, enlarged, with the map laid over; `largest` has the full colour.
+
+    The colour grows with the square root of a value, so that weak parts are seen as well.
+    """
     largest = float(found.value.max()) if largest is None else largest
     height, width = picture.shape[:2]
     times = -(-_FILM_PIXELS // min(height, width))
     size = (times * width, times * height)
     enlarged = np.asarray(Image.fromarray(picture).resize(size, Image.Resampling.BICUBIC))
     values = found.pixels(size[1], size[0])[..., None] / (largest or 1.0)
-    opacity = _OPACITY * np.clip(values, 0, 1)
+    opacity = _OPACITY * np.sqrt(np.clip(values, 0, 1))
     mixed: Picture = (enlarged * (1 - opacity) + opacity * np.array(_COLOR)).round().astype("u1")
     return mixed
 
