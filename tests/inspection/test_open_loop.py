@@ -1,12 +1,19 @@
 """Open loop: chunks with known faults are measured as such, and verdicts name the fault."""
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 
 from piston.inspection.frames import Frames
-from piston.inspection.open_loop import compare, open_loop, open_loop_verdicts
+from piston.inspection.open_loop import (
+    LARGE_ERROR,
+    NOTABLE_ERROR,
+    compare,
+    open_loop,
+    open_loop_verdicts,
+)
 from piston.inspection.probe import Probe
 from piston.inspection.results import as_json
 
@@ -82,6 +89,7 @@ def test_errors_are_counted_where_something_was_recorded(frames):
     assert np.isnan(result.std[ELBOW]), "it never moves: there is no unit for its errors"
     written = json.loads(json.dumps(as_json(result), allow_nan=False))
     assert written["std"][ELBOW] is None
+    assert "chunks" not in written, "hundreds of thousands of numbers"
 
 
 def test_standing_still_is_as_wrong_as_standing_still(frames):
@@ -116,7 +124,10 @@ def test_a_large_error_is_a_problem_of_its_dimension(frames):
         chunks[..., GRIPPER] += np.array([0.9, -0.9, 0.9, -0.9])[:, None]
         return chunks
 
-    for fault, words in ((agreed, "agree on a wrong motion"), (unsure, "not sure what to do")):
+    for fault, words in (
+        (agreed, "agree on a wrong motion"),
+        (unsure, "it is not sure what to do"),
+    ):
         verdict = verdicts(compared(frames, fault))["open-loop-error"]
         assert (verdict.subject, verdict.severity) == ("gripper", "problem")
         assert verdict.number > verdict.threshold
@@ -124,6 +135,19 @@ def test_a_large_error_is_a_problem_of_its_dimension(frames):
         assert "worst at episode 0, frame" in verdict.sentence
         together = verdicts(compared(frames, fault), compared(frames))["open-loop-error"]
         assert together.number == pytest.approx(verdict.number / 2)
+
+
+def test_a_smaller_error_is_remarked(frames):
+    def slightly(chunks, _):
+        chunks[..., GRIPPER] += 0.08
+        return chunks
+
+    result = compared(frames, slightly)
+    verdict = verdicts(result)["open-loop-error"]
+    assert (verdict.severity, verdict.threshold) == ("remark", NOTABLE_ERROR)
+    assert NOTABLE_ERROR < verdict.number < LARGE_ERROR
+    alone = dataclasses.replace(result, chunks=result.chunks[:, :1])
+    assert "seeds" not in verdicts(alone)["open-loop-error"].sentence
 
 
 def test_an_error_that_grows_is_remarked(frames):
@@ -147,7 +171,6 @@ def test_chunks_that_disagree_jump_at_the_seams(frames):
     assert verdict.subject == "shoulder"
     ratios = np.abs(result.jumps[..., SHOULDER]) / result.largest_step[SHOULDER]
     assert verdict.number == pytest.approx(np.median(ratios))
-    assert "open-loop-error" not in verdicts(result)
     step = np.abs(np.diff(actions(0)[:, SHOULDER])).max()
     whole = max(step, np.abs(np.diff(actions(1)[:, SHOULDER])).max())
     assert result.largest_step[SHOULDER] == pytest.approx(whole)

@@ -28,18 +28,23 @@ from piston.progress import Progress, no_progress
 # Asked frames of an episode at most, before those that seams need.
 _MAX_ASKED = 40
 _NUM_WORST = 8
-# Verdicts. The demo's policy, which succeeds, has errors of 0.07 standard deviations in its worst
-# dimension and 0.04 times those of standing still; its typical jumps are 0.3 largest steps.
+# Verdicts, calibrated with the demo's policy as it is and with random numbers added to its weights:
+#   success      8 of 8   8 of 8   2 of 8   0 of 8
+#   error        0.07     0.09     0.13     0.25      standard deviations in the worst dimension
+#   standing     0.04     0.06     0.10     0.21      times the error of standing still
+#   jump         0.26     0.28     0.44     0.77      times the largest recorded step
 
-# In standard deviations of a dimension: a policy that knows nothing of the observation and predicts
-# the mean is 0.8 wrong.
-LARGE_ERROR = 0.5
-# Closer to a robot that does nothing than to one that follows the recording.
+# In standard deviations of a dimension: a remark, and a problem. Tasks that need less precision, or
+# that people demonstrated in several ways, may succeed with more than the first. A policy that
+# predicts the mean whatever it observes is 0.8 wrong.
+NOTABLE_ERROR, LARGE_ERROR = 0.12, 0.2
+# Such a policy is nearly as close to a robot that does nothing as to the recording.
 SHARE_OF_STANDING = 0.5
-# From the first quarter of a chunk to its last. For the growth to matter the last must be this
-# wrong, in standard deviations; an error below the third number counts as that.
-GROWTH, NOTABLE_ERROR, PRECISE = 3.0, 0.2, 0.01
-# A typical jump that the robot was never told to make within one step.
+# From the first quarter of a chunk to its last, where the last is a large error. An error below the
+# second number counts as that.
+GROWTH, PRECISE = 3.0, 0.01
+# A typical jump is larger than any step that the robot was told to make. A recording of steady
+# motion has nearly 1 by itself.
 LARGE_JUMP = 1.0
 # Below this share of the error, the spread over seeds does not explain it.
 AGREED = 0.5
@@ -78,7 +83,7 @@ class OpenLoop:
     execute_horizon: int
     # The frames at which the policy was asked, and its answers.
     asked: tuple[int, ...]
-    chunks: Float[np.ndarray, "q n h a"]
+    chunks: Float[np.ndarray, "q n h a"] = dataclasses.field(metadata=NOT_IN_JSON)
     recorded: Float[np.ndarray, "t a"]
     # Of the recorded actions of the whole data set; not a number for one that never moves.
     std: Float[np.ndarray, " a"]
@@ -229,19 +234,28 @@ def _error_verdict(results: Sequence[OpenLoop]) -> Verdict | None:
     error = known_mean(np.concatenate([one.error_std for one in results]), 0)
     dim = int(np.nan_to_num(error).argmax())
     name, number = results[0].names[dim], float(error[dim])
-    if not number > LARGE_ERROR:
+    if not number > NOTABLE_ERROR:
         return None
+    is_large, has_seeds = number > LARGE_ERROR, results[0].chunks.shape[1] > 1
     moments = [one for result in results for one in result.worst if one.dimension == name]
     sentence = f"The error of {name} is {number:.2g} standard deviations, the largest of all"
     if moments:
         worst = max(moments, key=lambda one: one.error_std)
-        agree = worst.seed_spread_std < AGREED * worst.error_std
         sentence += (
-            f"; it is worst at episode {worst.episode}, frame {worst.frame} "
-            f"({worst.error_std:.2g}), where noise seeds differ by {worst.seed_spread_std:.2g}: "
-            + ("they agree on a wrong motion" if agree else "the policy is not sure what to do")
+            f"; it is worst at episode {worst.episode}, frame {worst.frame} ({worst.error_std:.2g})"
         )
-    return Verdict("open-loop-error", name, "problem", f"{sentence}.", number, LARGE_ERROR)
+        if has_seeds:
+            agree = worst.seed_spread_std < AGREED * worst.error_std
+            meaning = "they agree on a wrong motion" if agree else "it is not sure what to do"
+            sentence += f", where noise seeds differ by {worst.seed_spread_std:.2g}: {meaning}"
+    return Verdict(
+        "open-loop-error",
+        name,
+        "problem" if is_large else "remark",
+        f"{sentence}.",
+        number,
+        LARGE_ERROR if is_large else NOTABLE_ERROR,
+    )
 
 
 def _standing_verdict(results: Sequence[OpenLoop]) -> Verdict | None:
@@ -264,7 +278,7 @@ def _growth_verdict(results: Sequence[OpenLoop]) -> Verdict | None:
     first = known_mean(np.concatenate([one.error_std[:quarter] for one in results]), None)
     last = known_mean(np.concatenate([one.error_std[-quarter:] for one in results]), None)
     number = float(last / max(first, PRECISE))
-    if not (number > GROWTH and last > NOTABLE_ERROR):
+    if not (number > GROWTH and last > LARGE_ERROR):
         return None
     sentence = (
         f"The error grows along the chunk: {first:.2g} standard deviations in its first quarter, "
