@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 
+from piston.inference.policy import Policy
 from piston.inspection import Frames, Intervention, Probe, as_json, influence, influence_verdicts
 from piston.inspection.questions import ALL, Question, opposite
 from piston.inspection.verdicts import CARRIED, IGNORED_IN_DEVIATIONS, IGNORED_IN_SPREADS
@@ -131,6 +132,17 @@ def test_one_sentence_and_one_frame_are_enough(tmp_path):
         influence(Probe(policy), frames, [])
 
 
+def test_a_policy_with_a_sentence_of_its_own_is_not_asked_about_those_of_the_data_set(folder):
+    robot = dataclasses.replace(untrained.ROBOT, prompt="go")
+    plain = untrained.policy("pi0", robot)
+    policy = Policy(plain.model, dataclasses.replace(plain.data, prompt_from_task=False))
+    found = influence(Probe(policy, range(2)), Frames.open(policy, folder), PLACES)
+    assert not {"word", "sentence"} & {one.input for one in found.questions}
+    assert {one.reason for one in found.skipped if one.question.input == "sentence"} == {
+        "the observation has no sentence"
+    }
+
+
 def _with(found, strengths, spread=0.1):
     """The same with other strengths of some questions, in standard deviations."""
     strength = np.ones(len(found.questions))
@@ -157,10 +169,11 @@ OTHER = {
 def test_an_input_is_ignored_if_another_one_changes_nothing(pi0, kind):
     assert influence_verdicts(_with(pi0, {})) == []
     # Below the spread over seeds.
-    [verdict] = influence_verdicts(_with(pi0, {OTHER[kind]: 0.04}))
-    assert (verdict.kind, verdict.number) == (kind, pytest.approx(0.4))
+    spreads = 0.8 * IGNORED_IN_SPREADS
+    [verdict] = influence_verdicts(_with(pi0, {OTHER[kind]: spreads * 0.1}))
+    assert (verdict.kind, verdict.number) == (kind, pytest.approx(spreads))
     assert verdict.threshold == IGNORED_IN_SPREADS
-    assert "0.4 of the spread over noise seeds" in verdict.sentence
+    assert f"{spreads:.2g} of the spread over noise seeds" in verdict.sentence
     # Many spreads of a policy that hardly depends on its noise, and still nothing.
     [verdict] = influence_verdicts(_with(pi0, {OTHER[kind]: 0.001}, spread=1e-5))
     assert (verdict.kind, verdict.threshold) == (kind, IGNORED_IN_DEVIATIONS)

@@ -49,20 +49,18 @@ class Questions:
         self._states(probe, frames, frame, other)
 
     def _cameras(self, probe: Probe, frame: Frame, other: Frame) -> None:
-        seen = probe.prepare(frame, Intervention())
-        images = probe.prepare(other, Intervention())["image"]
-        present = [camera for camera, mask in seen["image_mask"].items() if mask]
-        groups = {camera: (camera,) for camera in present}
+        present, others = tuple(probe.pictures(frame)), probe.pictures(other)
+        groups: dict[str, tuple[str, ...]] = {camera: (camera,) for camera in present}
         if len(present) > 1:
-            groups[ALL] = tuple(present)
+            groups[ALL] = present
         for subject, cameras in groups.items():
-            versions: dict[Change, Intervention] = {
-                "off": Intervention(off=cameras),
-                "black": Intervention(black=cameras),
-                "other": Intervention(shown={camera: images[camera] for camera in cameras}),
-            }
-            for change, intervention in versions.items():
-                self.asked[Question("camera", subject, change)] = intervention
+            self.asked[Question("camera", subject, "off")] = Intervention(off=cameras)
+            self.asked[Question("camera", subject, "black")] = Intervention(black=cameras)
+            question = Question("camera", subject, "other")
+            if shown := {camera: others[camera] for camera in cameras if camera in others}:
+                self.asked[question] = Intervention(shown=shown)
+            else:
+                self.skipped[question] = "the other moment has no picture of it"
 
     def _words(self, prompt: str) -> None:
         words = prompt.split()
@@ -74,17 +72,17 @@ class Questions:
 
     def _sentences(self, prompt: str, tasks: Sequence[str], number: int) -> None:
         others = [task for task in tasks if task != prompt]
+        other = others[number % len(others)] if others else None
         sentences: dict[Change, tuple[str | None, str]] = {
-            "empty": ("" if prompt else None, "the observation has no sentence"),
-            "other": (
-                others[number % len(others)] if others else None,
-                "the data set has one sentence only",
-            ),
+            "empty": ("", ""),
+            "other": (other, "the data set has one sentence only"),
             "opposite": (opposite(prompt), "no word of the sentence has an opposite that is known"),
         }
         for change, (sentence, reason) in sentences.items():
             question = Question("sentence", ALL, change)
-            if sentence is None:
+            if not prompt:  # The policy adds its own, whatever the sentences of the data set are.
+                self.skipped[question] = "the observation has no sentence"
+            elif sentence is None:
                 self.skipped[question] = reason
             else:
                 self.asked[question] = Intervention(prompt=sentence)
