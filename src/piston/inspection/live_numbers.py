@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from piston.inference.policy import Policy
 from piston.inference.recording import CHUNK, NO_PROMPT, TIME
@@ -30,6 +30,8 @@ _OFFSET_SHARE = 0.8
 # A chunk that moves by less than this many standard deviations does not tell how fast it was
 # executed; and there have to be so many others.
 _MIN_MOTION, _MIN_PAIRS = 0.5, 10
+# An episode shows what a gripper does if it lasts this share of the usual time; requests end early.
+_LONG_ENOUGH = 0.8
 # Of the rate of a recording: relative, and in steps between two requests.
 _RATE, _RATE_STEPS = 0.2, 1.5
 # Steps after which it is measured in training by how many a state lags behind its targets.
@@ -97,10 +99,24 @@ class Numbers:
         # The action of the same name for each dimension of the state, or -1.
         self._actions = _actions_of(policy, self.names)
         self.spread = self.states.std(0)
+        self.noise = _NOISE * float(np.median(np.ptp(self.states, axis=0)))
 
     @property
-    def noise(self) -> float:
-        return _NOISE * float(np.median(np.ptp(self.states, axis=0)))
+    def scale(self) -> Float[np.ndarray, " d"]:
+        """The standard deviation of each dimension, at least its noise."""
+        return np.maximum(self.spread, self.noise)
+
+    def times(self) -> Float[np.ndarray, " n"]:
+        """Return the seconds of each frame since the first one of its episode."""
+        source = self.frames.source
+        if TIME in source.keys:
+            return source.column(TIME).reshape(-1).astype(np.float64)
+        return source.column("frame_index").reshape(-1) / self.frames.fps
+
+    def lengths(self) -> Float[np.ndarray, " e"]:
+        """Return the seconds from the first to the last frame of each episode."""
+        times = self.times()
+        return np.array([times[end - 1] - times[begin] for begin, end in self.bounds])
 
     def pairs(self) -> Int[np.ndarray, " p"]:
         """Return the rows that have a next one in their episode."""
@@ -115,53 +131,80 @@ class Numbers:
         parts = [self.states[begin:end:every] for begin, end in self.bounds]
         return np.stack([p.min(0) for p in parts]), np.stack([p.max(0) for p in parts])
 
-    def after_targets(
-        self, spread: Float[np.ndarray, " d"]
-    ) -> tuple[Float[np.ndarray, "p d"], Int[np.ndarray, " p"]]:
-        """Return each next state less the target before it, and the steps executed until then.
-
-        A recording of a server does not say how many steps of a chunk were executed: those after
-        which the chunk is nearest to the next state, in units of `spread`. Dimensions without a
-        target are NaN.
-        """
+    def after_targets(self, training: Numbers) -> Float[np.ndarray, "p d"]:
+        """Return each next state less the target before it; NaN for those without a target."""
         rows, known = self.pairs(), self._actions >= 0
         after = np.full((len(rows), len(known)), np.nan)
-        steps = np.ones(len(rows), np.int64)
-        targets = self._chunks()[rows][..., self._actions[known]]
-        next_states = self.states[rows + 1][:, known]
-        if self.frames.is_recording and known.any():
-            steps = _nearest_step(next_states, targets, spread[known])
-        after[:, known] = next_states - targets[np.arange(len(rows)), steps - 1]
-        return after, steps
+        targets, next_states = self._followed()
+        differences = next_states - targets[:, 0]
+        if self.frames.is_recording and differences.size:
+            # Nearest for all pairs together: each alone would hide an offset in its own step.
+            tried = [
+                next_states - targets[np.arange(len(rows)), steps.clip(1, targets.shape[1]) - 1]
+                for steps in self._shared_steps(training)
+            ]
+            differences = min(tried, key=lambda one: float(np.abs(one).mean()))
+        after[:, known] = differences
+        return after
+
+    def _shared_steps(self, training: Numbers) -> list[Int[np.ndarray, " p"]]:
+        """Return how many steps may have been executed: always as many, or by the time."""
+        steps, tells = self._executed(training)
+        if not tells.any():
+            tells = ~tells
+        always = np.full(len(steps), round(float(np.median(steps[tells]))))
+        seconds = self.seconds()
+        if seconds is None:
+            return [always]
+        rate = float(np.median(steps[tells] / seconds[tells]))
+        return [always, np.rint(seconds * rate).astype(np.int64)]
+
+    def _executed(self, training: Numbers) -> tuple[Int[np.ndarray, " p"], Bool[np.ndarray, " p"]]:
+        """Return after how many steps of its chunk each next state was reached, and what tells it.
+
+        A recording does not have it: it is the step whose target is nearest to the next state.
+        """
+        known = self._actions >= 0
+        targets, next_states = self._followed()
+        spread = training.scale[known]
+        steps = _nearest_step(next_states, targets, spread) + training.lag()
+        moved = np.abs(targets[:, -1] - targets[:, 0]) / spread
+        # At the last step the robot may have waited for longer.
+        return steps, (moved.max(1, initial=0) > _MIN_MOTION) & (steps < targets.shape[1])
+
+    def _followed(self) -> tuple[Float[np.ndarray, "p h k"], Float[np.ndarray, "p k"]]:
+        """Return the targets and the next state of each pair, in dimensions that have both."""
+        rows, known = self.pairs(), self._actions >= 0
+        return self._chunks()[rows][..., self._actions[known]], self.states[rows + 1][:, known]
+
+    def seconds(self) -> Float[np.ndarray, " p"] | None:
+        """Return the time between the requests of each pair; None if it was not recorded."""
+        if TIME not in self.frames.source.keys:
+            return None
+        rows, times = self.pairs(), self.times()
+        seconds = times[rows + 1] - times[rows]
+        return seconds if len(seconds) and seconds.min() > 0 else None
 
     def timing(self, training: Numbers) -> Timing:
-        rate = training.frames.fps
+        rate = float(training.frames.fps)
         if not self.frames.is_recording:
-            return Timing(rate, self.frames.fps)
-        if TIME not in self.frames.source.keys:
+            return Timing(rate, float(self.frames.fps))
+        seconds = self.seconds()
+        if seconds is None:
             return Timing(rate, None)
-        rows = self.pairs()
-        times = self.frames.source.column(TIME).reshape(-1)
-        seconds = (times[rows + 1] - times[rows]).astype(np.float64)
-        if not len(rows) or seconds.min() <= 0:
-            return Timing(rate, None)
-        chunks = self._chunks()
-        late = float(np.mean(seconds > chunks.shape[1] / rate))
-        spread = np.maximum(training.spread, training.noise)
-        _, steps = self.after_targets(spread)
-        steps = steps + training.lag(spread)
-        known = self._actions >= 0
-        moved = np.abs(chunks[rows, -1] - chunks[rows, 0])[:, self._actions[known]] / spread[known]
-        # At the last step the robot may have waited for longer.
-        telling = (moved.max(1, initial=0) > _MIN_MOTION) & (steps < chunks.shape[1])
-        enough = telling.sum() >= _MIN_PAIRS
-        live = float(np.median(steps[telling] / seconds[telling])) if enough else None
-        limit = max(_RATE, _RATE_STEPS / float(np.median(seconds) * rate))
-        return Timing(rate, live, limit, float(np.median(seconds)), late)
+        steps, tells = self._executed(training)
+        enough = tells.sum() >= _MIN_PAIRS
+        return Timing(
+            training_rate=rate,
+            live_rate=float(np.median(steps[tells] / seconds[tells])) if enough else None,
+            rate_limit=max(_RATE, _RATE_STEPS / float(np.median(seconds) * rate)),
+            request_interval=float(np.median(seconds)),
+            late_requests=float(np.mean(seconds > self._chunks().shape[1] / rate)),
+        )
 
-    def lag(self, spread: Float[np.ndarray, " d"]) -> int:
+    def lag(self) -> int:
         """Return by how many control steps the state is behind its targets. Not of a recording."""
-        known = self._actions >= 0
+        known, spread = self._actions >= 0, self.scale
         parts = [np.arange(begin, end - 2 * _LAG_STEPS) for begin, end in self.bounds]
         rows = np.concatenate(parts)[:: max(1, sum(map(len, parts)) // 1000)]
         if not len(rows) or not known.any():
@@ -193,12 +236,12 @@ def compare_states(training: Numbers, live: Numbers, timing: Timing) -> list[Dim
     low, high = training.states.min(0), training.states.max(0)
     margin = np.maximum(_RANGE_MARGIN * (high - low), training.noise)
     outside = (live.states < low - margin) | (live.states > high + margin)
-    spread = np.maximum(training.spread, training.noise)
+    spread = training.scale
     shift = (live.states.mean(0) - training.states.mean(0)) / spread
     means = np.stack([training.states[begin:end].mean(0) for begin, end in training.bounds])
     uncertain = np.sqrt(1 / len(live.bounds) + 1 / len(training.bounds))
     shift_limit = np.maximum(_SHIFT_SPREADS, _SHIFT_EPISODES * means.std(0) / spread * uncertain)
-    offset, offset_limit = _offsets(training, live, spread)
+    offset, offset_limit = _offsets(training, live)
     # A robot that asks rarely is not seen at its extremes.
     every = max(1, round((timing.request_interval or 0.0) * timing.training_rate))
     unreached = _unreached(training, live, every)
@@ -229,13 +272,13 @@ def compare_states(training: Numbers, live: Numbers, timing: Timing) -> list[Dim
 
 
 def _offsets(
-    training: Numbers, live: Numbers, spread: Float[np.ndarray, " d"]
+    training: Numbers, live: Numbers
 ) -> tuple[Float[np.ndarray, " d"], Float[np.ndarray, " d"]]:
     """Return the offset of each state from its target, and from where on it counts; else NaN."""
-    ours, _ = training.after_targets(spread)
-    theirs, _ = live.after_targets(spread)
+    ours, theirs = (one.after_targets(training) for one in (training, live))
     if not len(ours) or not len(theirs):
-        return np.full_like(spread, np.nan), np.full_like(spread, np.nan)
+        unknown = np.full(len(training.names), np.nan)
+        return unknown, unknown
     episodes = training.episode_medians(ours)
     limit = np.maximum(
         np.maximum(_OFFSET_SPREADS * ours.std(0), _OFFSET_EPISODES * episodes.std(0)),
@@ -261,6 +304,10 @@ def _nearest_step(
 def _unreached(
     training: Numbers, live: Numbers, every: int
 ) -> tuple[Float[np.ndarray, " d"], Float[np.ndarray, " d"]]:
+    """Return `Dimension.unreached`; 0 if all live episodes are too short to come so far."""
+    if live.lengths().max() < _LONG_ENOUGH * np.median(training.lengths()):
+        nothing = np.zeros(len(training.names))
+        return nothing, nothing
     lows, highs = training.reached(every)
     width = np.maximum(np.ptp(training.states, axis=0), training.noise)
     below = (live.states.min(0) - lows.max(0)) / width

@@ -58,6 +58,12 @@ class Camera:
     brightness: float
     brightness_limit: float
     contrast: float
+    # In which share of the moments with motion the picture stands still; None if not known.
+    still: float | None
+    # By how many seconds the picture is late; the share of the error in the state that is estimated
+    # from the picture that remains if this is undone.
+    delay: float | None
+    delay_error: float | None
     # As the model sees them; the live one and the training picture nearest to it.
     live_picture: UInt8[np.ndarray, "h w 3"] | None = dataclasses.field(metadata=NOT_IN_JSON)
     training_picture: UInt8[np.ndarray, "h w 3"] = dataclasses.field(metadata=NOT_IN_JSON)
@@ -90,14 +96,20 @@ class Sample:
                     seen.setdefault(slot, []).append(np.asarray(inputs["image"][slot]))
             progress(done, len(places))
         self.pictures: dict[str, Pictures] = {slot: np.stack(one) for slot, one in seen.items()}
+        self._small: dict[tuple[str, float], Small] = {}
+
+    def small(self, slot: str, share: float = 1.0) -> Small:
+        """Return the middle of the pictures, of which `share` of each side is kept."""
+        if (slot, share) not in self._small:
+            self._small[slot, share] = _shrink(self.pictures[slot], share)
+        return self._small[slot, share]
 
 
 def compare_cameras(names: Mapping[str, str], training: Sample, live: Sample) -> list[Camera]:
-    small = {slot: shrink(pictures) for slot, pictures in training.pictures.items()}
     found = []
     for slot, ours in training.pictures.items():
-        same = training.episodes[:, None] == training.episodes
-        own, _ = _nearest(small[slot], small[slot], same)
+        small = training.small(slot)
+        own, _ = _nearest(small, small, training.episodes[:, None] == training.episodes)
         camera = Camera(
             name=names.get(slot, slot),
             slot=slot,
@@ -106,64 +118,60 @@ def compare_cameras(names: Mapping[str, str], training: Sample, live: Sample) ->
             own_distance=own,
             distances={},
             colour_distance=0.0,
-            swapped_colour_distance=_apart(
-                _red_less_blue(small[slot]), -_red_less_blue(small[slot])
-            ),
+            swapped_colour_distance=0.0,
             brightness=1.0,
-            brightness_limit=_brightness_limit(small[slot], training.episodes),
+            brightness_limit=_brightness_limit(small, training.episodes),
             contrast=1.0,
+            still=None,
+            delay=None,
+            delay_error=None,
             live_picture=None,
             training_picture=ours[len(ours) // 2],
         )
-        if slot in live.pictures:
-            others = {names.get(other, other): p for other, p in small.items() if other != slot}
-            camera = _with_live(camera, ours, live.pictures[slot], others)
-        found.append(camera)
+        found.append(_with_live(camera, names, training, live) if slot in live.pictures else camera)
     return found
 
 
-def _with_live(
-    camera: Camera, ours: Pictures, theirs: Pictures, others: Mapping[str, Small]
-) -> Camera:
-    training, live = shrink(ours), shrink(theirs)
-    distances = {
-        name: _nearest(undone, known)[0] for name, undone, known in _undone(ours, theirs, others)
-    }
-    _, nearest = _nearest(live, training)
-    middle = len(live) // 2
+def _with_live(camera: Camera, names: Mapping[str, str], training: Sample, live: Sample) -> Camera:
+    ours, theirs = training.small(camera.slot), live.small(camera.slot)
+    undone = _undone(camera.slot, names, training, live)
+    distances = {name: _nearest(pictures, known)[0] for name, pictures, known in undone}
+    colour, live_colour = _red_less_blue(ours), _red_less_blue(theirs)
+    _, nearest = _nearest(theirs, ours)
+    middle = len(theirs) // 2
     return dataclasses.replace(
         camera,
         distances=distances,
-        colour_distance=_apart(_red_less_blue(training), _red_less_blue(live)),
-        swapped_colour_distance=_apart(_red_less_blue(training), -_red_less_blue(live)),
-        brightness=float(live.mean() / max(training.mean(), 1.0)),
-        contrast=float(live.std() / max(training.std(), 1.0)),
-        live_picture=theirs[middle],
-        training_picture=ours[nearest[middle]],
+        colour_distance=_apart(colour, live_colour),
+        swapped_colour_distance=_apart(colour, -live_colour),
+        brightness=float(theirs.mean() / max(ours.mean(), 1.0)),
+        contrast=float(theirs.std() / max(ours.std(), 1.0)),
+        live_picture=live.pictures[camera.slot][middle],
+        training_picture=training.pictures[camera.slot][nearest[middle]],
     )
 
 
 def _undone(
-    ours: Pictures, theirs: Pictures, others: Mapping[str, Small]
+    slot: str, names: Mapping[str, str], training: Sample, live: Sample
 ) -> Iterator[tuple[str, Small, Small]]:
     """Yield what may be wrong, the live pictures with it undone, and what they should be like."""
-    training, live = shrink(ours), shrink(theirs)
-    yield AS_IT_IS, live, training
-    yield "red and blue swapped", live[..., ::-1], training
-    yield "mirrored", live[:, :, ::-1], training
-    yield "upside down", live[:, ::-1], training
-    yield "turned by 180°", live[:, ::-1, ::-1], training
-    scale = training.std() / max(live.std(), 1.0)
-    yield "brightness", (live - live.mean()) * scale + training.mean(), training
+    ours, theirs = training.small(slot), live.small(slot)
+    yield AS_IT_IS, theirs, ours
+    yield "red and blue swapped", theirs[..., ::-1], ours
+    yield "mirrored", theirs[:, :, ::-1], ours
+    yield "upside down", theirs[:, ::-1], ours
+    yield "turned by 180°", theirs[:, ::-1, ::-1], ours
+    scale = ours.std() / max(theirs.std(), 1.0)
+    yield "brightness", (theirs - theirs.mean()) * scale + ours.mean(), ours
     for zoom in _ZOOMS:
-        yield f"zoomed in by {zoom:g}", live, shrink(ours, 1 / zoom)
-        yield f"zoomed out by {zoom:g}", shrink(theirs, 1 / zoom), training
-    for name, pictures in others.items():
-        yield f"camera {name}", live, pictures
+        yield f"zoomed in by {zoom:g}", theirs, training.small(slot, 1 / zoom)
+        yield f"zoomed out by {zoom:g}", live.small(slot, 1 / zoom), ours
+    for other in training.pictures:
+        if other != slot:
+            yield f"camera {names.get(other, other)}", theirs, training.small(other)
 
 
-def shrink(pictures: Pictures, share: float = 1.0) -> Small:
-    """Return the middle of pictures, of which `share` of each side is kept, at a small size."""
+def _shrink(pictures: Pictures, share: float) -> Small:
     height, width = pictures.shape[1:3]
     top, left = height * (1 - share) / 2, width * (1 - share) / 2
     box = (left, top, width - left, height - top)
