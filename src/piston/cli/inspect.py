@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -94,7 +95,10 @@ def inspect(arguments: InspectArguments) -> None:
         title = f"{arguments.checkpoint}, {overview.about.data}"
         where: dict[str, Any] = {"host": arguments.host, "port": arguments.port}
         page = inspection_page(overview)
-        run(policy, frames, page, title=title, open_browser=arguments.browser, **where)
+        if not run(policy, frames, page, title=title, open_browser=arguments.browser, **where):
+            # A thread is still inside torch, which would abort an ordinary exit.
+            logging.shutdown()
+            os._exit(0)
 
 
 run_inspect = Command("inspect", InspectArguments, inspect)
