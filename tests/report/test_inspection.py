@@ -16,7 +16,7 @@ def checkpoint(run):
 def inspected(root, checkpoint):
     """The folder with a page and the numbers of two runs."""
     out = root / "inspected"
-    options = ["--frames", "2", "--seeds", "2"]
+    options = ["--frames", "2", "--seeds", "2", "--maps", "1"]
     page, first, second = out / "page.html", out / "first.json", out / "second.json"
     words = ["inspect", str(checkpoint), *options]
     assert main([*words, "--html", str(page), "--json", str(first)]) == 0
@@ -33,6 +33,7 @@ def test_two_runs_give_equal_numbers(inspected, root):
     assert {("camera", "off"), ("camera", "black"), ("word", "left out")} <= questions
     assert len(first["moments"]) == 2
     assert "pictures" not in first["moments"][0]
+    assert [len(one["maps"]) for one in first["moments"]] == [1, 0]
     for verdict in first["verdicts"]:
         assert verdict["sentence"]
         assert verdict["number"] is not None
@@ -67,6 +68,7 @@ def test_errors_are_one_sentence(checkpoint, tmp_path, capsys, words, message):
 def test_a_live_set_is_compared_with_training(root, checkpoint, tmp_path):
     page, numbers = tmp_path / "page.html", tmp_path / "numbers.json"
     words = ["inspect", str(checkpoint), "--frames", "1", "--seeds", "2", "--html", str(page)]
+    words += ["--maps", "0"]
     assert main([*words, "--live", str(root / "data"), "--json", str(numbers)]) == 0
     assert "Training against live" in page.read_text()
     live = json.loads(numbers.read_text())["live"]

@@ -43,6 +43,8 @@ class InspectArguments:
     frames: int = 10
     # Noise that each question is asked with.
     seeds: int = 8
+    # Frames with a map of where the policy looks, for each camera. 0 saves most of the time.
+    maps: int = 3
     # Write the overview as one HTML page; nothing is served then.
     html: Path | None = None
     # Write the numbers of the overview; nothing is served then.
@@ -77,7 +79,7 @@ def inspect(arguments: InspectArguments) -> None:
     live = None
     if arguments.live is not None:
         live = Frames.open(policy, arguments.live, needs_cameras=False)
-    plan = Plan(frames=arguments.frames, seeds=arguments.seeds)
+    plan = Plan(frames=arguments.frames, seeds=arguments.seeds, maps=arguments.maps)
     with ProgressBar("inspecting", "questions", after=0) as bar:
         overview = compute(
             policy, frames, live=live, name=arguments.checkpoint, plan=plan, progress=bar.show
@@ -114,6 +116,8 @@ def _check(arguments: InspectArguments) -> None:
     for name in ("frames", "seeds"):
         if getattr(arguments, name) < 1:
             raise ValueError(f"--{name} is {getattr(arguments, name)}; expected at least 1.")
+    if arguments.maps < 0:
+        raise ValueError(f"--maps is {arguments.maps}; expected 0 or more.")
     if arguments.seeds == 1:
         raise ValueError(
             "--seeds is 1; expected at least 2: effects are compared with what noise changes."

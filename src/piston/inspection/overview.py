@@ -20,6 +20,7 @@ from piston.inspection.influence import Influence, influence
 from piston.inspection.inside import Inside, inside
 from piston.inspection.live import Comparison, compare
 from piston.inspection.live import verdicts as live_verdicts
+from piston.inspection.occlusion import Occlusion, OcclusionMap
 from piston.inspection.open_loop import OpenLoop, open_loop, open_loop_verdicts
 from piston.inspection.probe import Intervention, Probe
 from piston.inspection.results import NOT_IN_JSON, Verdict
@@ -32,6 +33,8 @@ logger = logging.getLogger(__name__)
 _LONG = 60.0
 # About how often a policy is asked along an episode.
 _ALONG_EPISODE = 24
+# A map compares versions that start from the same noise: a few are enough.
+_MAP_SEEDS = 2
 # Reading the pictures of both sets takes about as long as so many questions.
 _COMPARING = 30
 
@@ -44,6 +47,9 @@ class Plan:
     frames: int = 10
     # Noise that each question is asked with.
     seeds: int = 8
+    # Frames with a map of where the policy looks, for each camera, and questions for each map.
+    maps: int = 3
+    map_budget: int = 120
     # Episodes along which chunks are compared with the recording.
     episodes: int = 1
     # Whether one inference is looked into.
@@ -92,6 +98,8 @@ class Moment:
     spread: Float[np.ndarray, "h a"]
     # What was recorded; NaN past the episode's end.
     recorded: Float[np.ndarray, "h a"]
+    # Where the policy looks, in each camera; only of the first frames.
+    maps: tuple[OcclusionMap, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,9 +141,12 @@ def compute(
     shown = [frames[place] for place in chosen]
     num_episodes = 0 if frames.is_recording else plan.episodes
     along = list(dict.fromkeys(episode for episode, _ in chosen))[:num_episodes]
+    cameras = [slot for slot in probe.pictures(shown[0]) if plan.maps]
+    mapped = shown[: plan.maps]
     planned = {
         "moments": len(shown),
         "influence": len(shown) * _num_questions(probe, shown[0]),
+        "maps": len(mapped) * len(cameras) * plan.map_budget,
         **{f"episode {one}": _ALONG_EPISODE for one in along},
         **({} if live is None else {"live": _COMPARING}),
     }
@@ -143,6 +154,11 @@ def compute(
     _say_how_long(probe, shown[0], sum(planned.values()))
     moments = _moments(probe, shown, steps.of("moments"))
     influenced = influence(probe, frames, chosen, steps.of("influence"))
+    found = _maps(policy, frames, mapped, cameras, plan.map_budget, steps.of("maps"))
+    moments = tuple(
+        dataclasses.replace(moment, maps=tuple(found.get(number, ())))
+        for number, moment in enumerate(moments)
+    )
     followed = [open_loop(probe, frames, one, progress=steps.of(f"episode {one}")) for one in along]
     compared = None if live is None else compare(policy, frames, live, steps.of("live"))
     verdicts = influence_verdicts(influenced)
@@ -196,7 +212,7 @@ def _say_how_long(probe: Probe, frame: Frame, num_questions: int) -> None:
     seconds = time.perf_counter() - began
     if (estimate := num_questions * seconds) > _LONG:
         logger.info(
-            "about %d questions, each %.2g s on %s: up to %s. Fewer frames or seeds take less.",
+            "about %d questions of %.2g s on %s: up to %s. Fewer frames, maps or seeds take less.",
             *(num_questions, seconds, probe.policy.device),
             datetime.timedelta(seconds=round(estimate)),
         )
@@ -244,3 +260,24 @@ def _moments(probe: Probe, shown: Sequence[Frame], progress: Progress) -> tuple[
         )
         for frame, drawn in zip(shown, chunks, strict=True)
     )
+
+
+def _maps(
+    policy: Policy,
+    frames: Frames,
+    shown: Sequence[Frame],
+    cameras: Sequence[str],
+    budget: int,
+    progress: Progress,
+) -> dict[int, list[OcclusionMap]]:
+    """Return the maps of each frame, in all cameras."""
+    if not shown or not cameras:
+        return {}
+    occlusion = Occlusion(Probe(policy, range(_MAP_SEEDS)), frames, budget=budget)
+    found: dict[int, list[OcclusionMap]] = {}
+    total = len(shown) * len(cameras)
+    for number, frame in enumerate(shown):
+        for camera in cameras:
+            found.setdefault(number, []).append(occlusion.map(frame, camera))
+            progress(sum(map(len, found.values())), total)
+    return found

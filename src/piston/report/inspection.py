@@ -15,6 +15,7 @@ from piston.files import write_text
 from piston.inference.policy import Policy
 from piston.inspection.frames import Frames
 from piston.inspection.influence import Influence
+from piston.inspection.occlusion import overlay
 from piston.inspection.overview import Moment, Overview, Plan, compute
 from piston.inspection.questions import ALL, Question
 from piston.inspection.results import Verdict
@@ -40,12 +41,12 @@ from piston.report.markup import (
 )
 from piston.sim.scores import Evaluation
 
-_PICTURE = 160
+_PICTURE, _MAP = 160, 320
 # Of the moments, the actions that move most are shown.
 _NUM_DIMS = 6
 _NUM_STRONGEST = 6
 # In the report of a run, which has to be quick.
-_SHORT = Plan(frames=4, seeds=4, episodes=0, inside=False)
+_SHORT = Plan(frames=3, seeds=4, maps=1, map_budget=80, episodes=0, inside=False)
 _MAX_FAILURES = 6
 # A cell has its full colour from this many spreads on (without noise: standard deviations).
 _FULL_COLOUR = 5.0
@@ -72,7 +73,8 @@ def write_inspection(overview: Overview, out: Path) -> Path:
 def inspection_page(overview: Overview) -> str:
     """Return the same page as text."""
     about = overview.about
-    subtitle = f"{about.policy}: {about.family} on {about.robot}, data set {about.data}"
+    what = f"{about.family} on {about.robot}, data set {about.data}"
+    subtitle = f"{about.policy}: {what}" if about.policy else what
     return page_text("Why it does that", subtitle, list(_cards(overview)), sections(overview))
 
 
@@ -83,6 +85,8 @@ def sections(overview: Overview) -> dict[str, Markup]:
         "Conclusions": verdicts(overview.verdicts),
         "What each input changes": influence(overview),
     }
+    if any(one.maps for one in overview.moments):
+        shown["Where it looks"] = where_it_looks(overview)
     if overview.live is not None:
         shown["Training against live"] = live_section(overview.live)
     if overview.open_loop:
@@ -99,7 +103,7 @@ def why(policy: Policy, evaluations: Sequence[Evaluation]) -> Markup:
     with data_may_be_missing():
         frames = Frames.open(policy, policy.data.repo_id or "", policy.data.episodes)
         overview = compute(policy, frames, plan=_SHORT)
-    parts = [verdicts(overview.verdicts), influence(overview)]
+    parts = [verdicts(overview.verdicts), influence(overview), where_it_looks(overview)]
     for evaluation in evaluations:
         if evaluation.failures is not None:
             parts.append(tag("h3", f"Before failures, {evaluation.name}"))
@@ -310,6 +314,25 @@ def _carried(overview: Overview) -> Markup:
     return tag("details", tag("summary", "Errors of the state"), figure(text, shown))
 
 
+def where_it_looks(overview: Overview) -> Markup:
+    """Return the pictures with what covering each part changes laid over."""
+    text = (
+        "Parts of each picture were covered with the background: the median of pictures from the "
+        "whole data set. The brighter a part, the more the actions change without it; the number "
+        "is the largest change, in standard deviations of the recorded actions. A policy that does "
+        "its task depends on the object, not on the table."
+    )
+    drawn = [picture for one in overview.moments for picture in _maps(overview, one)]
+    return figure(text, tag("div", *drawn, class_="films"))
+
+
+def _maps(overview: Overview, one: Moment) -> Iterator[Markup]:
+    for found in one.maps:
+        name = overview.about.cameras.get(found.camera, found.camera)
+        text = f"{name}, episode {one.episode}, frame {one.frame}: {found.effect.max():.2g}"
+        yield picture(overlay(one.pictures[found.camera], found), text, _MAP)
+
+
 def moments(overview: Overview) -> Markup:
     """Return the frames that were asked about: pictures, chunks, and what matters there."""
     text = (
@@ -343,7 +366,8 @@ def moment(overview: Overview, number: int, *, is_open: bool = False) -> Markup:
         figures.append(small_plot(about.action_names[dim], lines, _STEPS, widest=widest))
     looks = [("ink", "recorded"), ("accent", "policy")]
     summary = f"Episode {one.episode}, frame {one.frame}: “{one.prompt}”"
-    seen = tag("div", *pictures, _strongest(overview.influence, number), class_="thumbnails")
+    strongest = _strongest(overview.influence, number)
+    seen = tag("div", *pictures, *_maps(overview, one), strongest, class_="thumbnails")
     shown = multiples("", looks, figures, seen)
     return tag("details", tag("summary", summary), shown, class_="moment", open=is_open or None)
 
