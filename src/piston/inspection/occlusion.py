@@ -10,8 +10,8 @@ again, until the inferences that are allowed are used up. Half a cell around a c
     └───────┴───┴───┘
 
 A part is covered with what the camera usually shows there: the median of pictures from the whole
-data set. It is nearer to what training has shown than a colour, to which a policy may react for
-being strange (benchmarks/occlusion.py compares them).
+data set. One colour finds the cube of the demo as often, a blurred picture less often
+(benchmarks/occlusion.py compares them).
 
 Dims: c cells, n noise seeds, h steps of a chunk, a action dim.
 """
