@@ -22,7 +22,8 @@ window.jumps = 0;
 new PerformanceObserver(list => list.getEntries().forEach(one => window.jumps += one.value))
     .observe({type: "layout-shift", buffered: true});
 """
-OVERVIEW = "<!doctype html><title>overview</title><h1>What was found</h1>" + "<p>text</p>" * 99
+OVERVIEW = "<!doctype html><title>overview</title><h1>What was found</h1>" + "<p>text</p> " * 99
+OVERVIEW += "<style>@media (max-width: 600px) { p { line-height: 9 } }</style>"
 
 
 def test_every_file_of_the_page_is_in_the_package():
@@ -225,6 +226,12 @@ def test_the_overview_is_in_the_page(page):
     wait_until(lambda: (page.evaluate(height) or 0) > 2000)
     inner = "document.querySelector('iframe').contentDocument.querySelector('h1').textContent"
     assert page.evaluate(inner) == "What was found"
+    # It is as high as its content at any width.
+    wide = page.evaluate(height)
+    page.resize(400, 900)
+    wait_until(lambda: page.evaluate(height) > 2 * wide)
+    page.resize(1200, 900)
+    wait_until(lambda: page.evaluate(height) == wide)
     assert link(page).startswith("#tab=overview")
 
 

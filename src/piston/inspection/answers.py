@@ -58,9 +58,7 @@ class Answers:
         """
         frames, policy = self._frames, self._probe.policy
         first = self.frame(next(iter(frames.episodes)), 0)
-        seen = self._probe.prepare(first, Intervention())
         names = camera_names(policy)
-        present = [slot for slot, is_present in seen["image_mask"].items() if is_present]
         scales = zip(frames.action_names, self._scale, strict=True)
         about = {
             "title": self._title,
@@ -72,10 +70,10 @@ class Answers:
                 {
                     "slot": slot,
                     "name": names.get(slot, slot),
-                    "height": seen["image"][slot].shape[0],
-                    "width": seen["image"][slot].shape[1],
+                    "height": image.shape[0],
+                    "width": image.shape[1],
                 }
-                for slot in present
+                for slot, image in self._probe.pictures(first).items()
             ],
             "states": [
                 {"name": dim.name, "std": _deviation(frames.state_values(dim))}
@@ -100,7 +98,7 @@ class Answers:
 
     def _picture(self, episode: int, number: int, camera: str) -> bytes:
         """Return a camera's image as the model sees it, as PNG."""
-        images = self._probe.prepare(self.frame(episode, number), Intervention())["image"]
+        images = self._probe.pictures(self.frame(episode, number))
         if camera not in images:
             raise LookupError(f"There is no camera {camera!r}; there is {', '.join(images)}.")
         buffer = io.BytesIO()

@@ -173,6 +173,8 @@ class Occlusion:
             places = self._frames.spread_out(_PICTURES)
             shown = [self._probe.pictures(self._frames[place]) for place in places]
             pictures = [one[camera] for one in shown if camera in one]
+            if not pictures:
+                raise LookupError(f"There is no camera {camera!r}; there is {', '.join(shown[0])}.")
             self._backgrounds[camera] = np.median(pictures, axis=0).round().astype(np.uint8)
         return self._backgrounds[camera]
 

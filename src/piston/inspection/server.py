@@ -218,7 +218,7 @@ class _Turns:
         number = self._newest[client] = next(self._numbers)
         try:
             async with self._lock:
-                if self._newest[client] != number:
+                if self._newest.get(client) != number:
                     raise HTTPException(409, "A newer request of this page has replaced this one.")
                 return await asyncio.wrap_future(self._worker.submit(function, *args))
         finally:
@@ -238,6 +238,9 @@ class _Guard:
         self._names = {"localhost", socket.gethostname().lower(), host.lower()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":  # the start and the end of the server
+            await self._app(scope, receive, send)
+            return
         headers: dict[str, str] = {
             key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]
         }

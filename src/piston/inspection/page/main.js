@@ -148,7 +148,7 @@ function showTab(about, tab) {
   frame.addEventListener("load", () => {
     const content = frame.contentDocument?.documentElement;
     if (!content) return;
-    const fit = () => (frame.style.height = `${content.scrollHeight}px`);
+    const fit = () => (frame.style.height = `${Math.ceil(content.getBoundingClientRect().height)}px`);
     new ResizeObserver(fit).observe(content);
     fit();
   });
