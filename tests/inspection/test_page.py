@@ -10,7 +10,7 @@ from tests.report.browser import CHROMIUM, Browser, wait_until
 
 import piston
 
-from .page_cases import NUM_FRAMES, TASKS, TOP, WRIST, act, make_frames, make_policy, serving
+from .page_cases import NUM_FRAMES, TASKS, TOP, WRIST, act, fetch, make_frames, make_policy, serving
 
 needs_browser = pytest.mark.skipif(
     CHROMIUM is None, reason="needs a browser: apt-get install chromium"
@@ -199,13 +199,20 @@ def test_a_link_holds_the_view(page, port):
     page.evaluate("slider.value = 20; slider.dispatchEvent(new Event('input'))")
     click(page, "#bars button:nth-of-type(2)")
     address = link(page)
-    wait_until(lambda: not page.evaluate("document.querySelector('.is-waiting')"))
-    time.sleep(0.3)
-    before = effect(page)
+    state = fetch(port, "/api/about")[2]["states"][3]
+    box = {"type": "inspection_box", "camera": TOP, "left": 0.1, "top": 0.1}
+    change = {
+        "prompt": "a, b & c = #1",
+        "off": [WRIST],
+        "covered": [{**box, "right": 0.4, "bottom": 0.6}],
+        "state": {state["name"]: round(state["std"], 4)},  # the slider has 20 steps in one
+    }
+    wanted = expected(port, change, frame=1)
+    wait_until(lambda: effect(page) == wanted)
     # Another page, and the same one opened anew.
     for other in (page.another(), page):
         opened(other, port, address)
-        wait_until(lambda other=other: effect(other) == before)
+        wait_until(lambda other=other: effect(other) == wanted)
         assert text(other, "moment").startswith("frame 1 ")
         assert other.evaluate("document.getElementById('prompt').value") == "a, b & c = #1"
         assert other.evaluate("document.querySelectorAll('.box').length") == 1
