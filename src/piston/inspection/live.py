@@ -40,6 +40,8 @@ STILL = 0.2
 # A camera is late by so many seconds, and undoing it leaves less than this share of the error in
 # the state that its pictures show. On the ALOHA cube task it is 0.71 for 0.1 s; 0.84 if not late.
 LATE_CAMERA, LATE_ERROR = 0.05, 0.75
+# Pictures of training that are equal, as those of a covered camera, count as so many levels apart.
+LEAST_DISTANCE = 1.0
 # Sizes that are rounded differently are equal; a stretched image is not.
 ASPECT = 0.02
 # Of the requests.
@@ -229,8 +231,7 @@ def _of_camera(one: Camera) -> Iterator[Verdict]:
             f"{name} {_brightness(one)}.",
             *(one.brightness, one.brightness_limit),
         )
-    elif as_it_is > STRANGE * one.own_distance:
-        ratio = as_it_is / one.own_distance
+    elif (ratio := as_it_is / max(one.own_distance, LEAST_DISTANCE)) > STRANGE:
         yield Verdict(
             *("camera-strange", one.name, "remark"),
             f"{name} shows something else than in training: its pictures are {ratio:.1f} times as "
