@@ -2,9 +2,13 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from piston.cli import main
+from piston.data.recorder import Recorder
+
+from . import cases
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +85,23 @@ def test_files_and_a_served_page_exclude_each_other(checkpoint, tmp_path, capsys
     words = ["inspect", str(checkpoint), "--json", str(tmp_path / "a.json"), "--port", "8055"]
     assert main(words) == 1
     assert "leave out --host and --port" in capsys.readouterr().err
+
+
+def test_a_data_set_of_another_robot(checkpoint, tmp_path, capsys):
+    """One that has the keys, and other numbers of states and actions."""
+    image = {"dtype": "image", "shape": (cases.PIXELS, cases.PIXELS, 3)}
+    six = {"dtype": "float32", "shape": (6,)}
+    features = {"observation.images.top": image, "observation.state": six, "action": six}
+    with Recorder(tmp_path / "six", cases.FPS, features) as recorder:
+        numbers = dict.fromkeys(("observation.state", "action"), np.zeros(6, np.float32))
+        picture = np.zeros(image["shape"], np.uint8)
+        recorder.add_frame({**numbers, "observation.images.top": picture}, "wave")
+        recorder.save_episode()
+    words = ["inspect", str(checkpoint), "--data", str(tmp_path / "six")]
+    assert main([*words, "--json", str(tmp_path / "a.json")]) == 1
+    shown = capsys.readouterr().err
+    assert "'state' has shape (6,)" in shown
+    assert "The policy is for ALOHA" in shown
 
 
 def test_a_run_is_not_a_checkpoint(run, checkpoint, tmp_path, capsys):

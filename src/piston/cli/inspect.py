@@ -145,26 +145,35 @@ def _open(policy: Policy, arguments: InspectArguments) -> Frames:
     if data is None:
         raise ValueError("The checkpoint names no data set: give one of its robot, --data SET.")
     try:
-        return Frames.open(policy, data, arguments.episodes)
+        frames = Frames.open(policy, data, arguments.episodes)
     except (OSError, KeyError, ValueError) as error:
         if arguments.data is None:
             error.add_note(
                 f"The checkpoint was trained on {data}. If it is elsewhere now, or to use another "
                 "data set of the robot, give --data SET."
             )
-        else:
-            error.add_note(
-                f"The policy is for {policy.metadata.get('robot', 'an unknown robot')}; --data has "
-                "to be a data set of that robot."
-            )
+        elif isinstance(error, KeyError):
+            error.add_note(_other_robot(policy))
         raise
+    try:
+        policy.prepare(frames[next(iter(frames.episodes)), 0].observation)
+    except (KeyError, ValueError) as error:
+        error.add_note(_other_robot(policy))
+        raise
+    return frames
+
+
+def _other_robot(policy: Policy) -> str:
+    robot = policy.metadata.get("robot", "an unknown robot")
+    return f"The policy is for {robot}; --data has to be a data set of that robot."
 
 
 def _show(overview: Overview) -> None:
     """Print the verdicts."""
     screen = console()
     about = overview.about
-    screen.print(f"{about.policy}, {len(overview.moments)} frames of {about.data}")
+    count = len(overview.moments)
+    screen.print(f"{about.policy}, {count} frame{'s' * (count != 1)} of {about.data}")
     if not overview.verdicts:
         screen.print("Nothing was found that looks wrong.")
         return

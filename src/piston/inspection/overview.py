@@ -141,7 +141,9 @@ def compute(
     shown = [frames[place] for place in chosen]
     num_episodes = 0 if frames.is_recording else plan.episodes
     along = list(dict.fromkeys(episode for episode, _ in chosen))[:num_episodes]
-    cameras = [slot for slot in probe.pictures(shown[0]) if plan.maps]
+    # π0-FAST also sees the slots that the robot has no camera for.
+    known = camera_names(policy)
+    cameras = [slot for slot in probe.pictures(shown[0]) if slot in known or not known]
     mapped = shown[: plan.maps]
     planned = {
         "moments": len(shown),
