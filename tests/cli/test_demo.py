@@ -309,7 +309,8 @@ def test_the_short_form_from_end_to_end(tmp_path, capfd):
     parts = re.findall('<section id="([^"]*)"', page)
     assert parts == [
         *("success-per-seed", "videos", "training", "data-set", "chunks-and-what-was-executed"),
-        *("action-chunk", "denoising", "transforms", "timings", "how-it-was-started"),
+        *("why-it-does-that", "action-chunk", "denoising", "transforms", "timings"),
+        "how-it-was-started",
     ]
     results = json.loads((out / "eval/asked/results.json").read_text())
     assert f"({out.resolve()}/checkpoints/tiny_aloha_sim/demo/" in results["policy"]
