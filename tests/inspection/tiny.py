@@ -109,8 +109,8 @@ class World:
 
     def _wrist(self) -> np.ndarray:
         image = self._room(self.joints[1]).transpose(1, 0, 2)
-        image[:, _ROWS] = (60, 90, 60)
-        image[: _pixels(self.curtain), _ROWS] = (230, 220, 190)
+        image[:, _ROWS] = (110, 90, 40)
+        image[: _pixels(self.curtain), _ROWS] = (240, 220, 140)
         return image
 
     def _room(self, joint: float) -> np.ndarray:
