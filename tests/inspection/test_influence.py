@@ -132,6 +132,26 @@ def test_one_sentence_and_one_frame_are_enough(tmp_path):
         influence(Probe(policy), frames, [])
 
 
+def test_a_set_of_one_frame_has_nothing_to_put_in_the_place_of_an_input(tmp_path):
+    policy = untrained.policy("pi0")
+    state = untrained.observation()[STATE][None]
+    frames = Frames.open(policy, untrained.write(tmp_path / "set", [("wait", state, state)]))
+    frames.action_scale = lambda: np.ones(3)
+    found = influence(Probe(policy, range(2)), frames, [(0, 0)])
+    assert not [one for one in found.questions if one.change in ("other", "moved")]
+    assert not {one.kind for one in influence_verdicts(found)} & OTHER.keys()
+
+
+def test_a_state_that_moves_by_rounding_only_does_not_move(tmp_path):
+    policy = untrained.policy("pi0")
+    random = np.random.default_rng(0).normal(0, 1, (6, 3)).astype(np.float32)
+    states = 1 + random * np.float32([1e-7, 1, 1])
+    frames = Frames.open(policy, untrained.write(tmp_path / "set", [("wait", states, random)]))
+    found = influence(Probe(policy, range(2)), frames, [(0, 2)])
+    assert "shoulder" not in found.carried_names
+    assert "elbow" in found.carried_names
+
+
 def test_a_policy_with_a_sentence_of_its_own_is_not_asked_about_those_of_the_data_set(folder):
     robot = dataclasses.replace(untrained.ROBOT, prompt="go")
     plain = untrained.policy("pi0", robot)

@@ -192,6 +192,24 @@ def test_a_joint_with_another_zero_is_seen_inside_its_range(policy, training, tm
     assert verdict.number > verdict.threshold
 
 
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize(
+    ("change", "joints"),
+    [(lambda state: state * [1, -1, 1], ["elbow"]), (lambda state: state[[1, 0, 2]], NAMES[:2])],
+    ids=["turned round", "exchanged"],
+)
+def test_joints_that_do_not_follow_their_targets(
+    policy, training, tmp_path, change, joints, recorded
+):
+    folder, faulty = tmp_path / "live", of_all(state=change)
+    serve(policy, folder, faulty) if recorded else write(folder, faulty)
+    live = found(policy, training, folder)
+    for joint in joints:
+        verdict = live["state-not-following", joint]
+        assert verdict.number > verdict.threshold
+    assert recorded or len(live) == len(joints)
+
+
 def test_a_state_outside_the_training_range_is_counted(policy, training, tmp_path):
     outside = [[{**one, "targets": one["targets"] + 1} for one in frames] for frames in LIVE[:2]]
     faulty = [changed(frames, state=lambda state: state + [1, 1, 1]) for frames in outside]
@@ -224,7 +242,7 @@ def zoomed(image):
 PICTURES = {
     "red-blue-swapped": every_camera(lambda image: image[..., ::-1]),
     "cameras-swapped": lambda images: {"front": images["wrist"], "wrist": images["front"]},
-    "camera-turned": every_camera(lambda image: image[::-1]),
+    "camera-turned": every_camera(np.rot90),
     "camera-brightness": every_camera(lambda image: (0.6 * image).astype(np.uint8)),
     "camera-zoomed": every_camera(zoomed),
     "camera-aspect": every_camera(lambda image: image[:48]),
@@ -235,6 +253,26 @@ PICTURES = {
 def test_faults_of_pictures(policy, training, tmp_path, kind):
     folder = write(tmp_path / "set", of_all(image=PICTURES[kind])[:2])
     assert found(policy, training, folder).keys() == {(kind, "front"), (kind, "wrist")}
+
+
+def test_a_little_more_light_is_no_fault_and_a_lens_cap_is_one(policy, training, tmp_path):
+    """Undoing a small difference helps as much as undoing a large one."""
+    lighter = of_all(image=every_camera(lambda image: np.minimum(image, 250) + np.uint8(5)))
+    assert not found(policy, training, write(tmp_path / "lighter", lighter[:2]))
+    dark = found(
+        policy, training, write(tmp_path / "dark", of_all(image=every_camera(np.zeros_like)))
+    )
+    assert dark.keys() == {("camera-brightness", "front"), ("camera-brightness", "wrist")}
+    assert all(one.number > one.threshold for one in dark.values())
+
+
+def test_one_episode_of_training_is_no_measure_of_its_pictures(policy, tmp_path):
+    few = Frames.open(policy, write(tmp_path / "set", [episode(0)]))
+    other = [changed(LIVE[0], image=every_camera(moved))]
+    comparison = compare(policy, few, Frames.open(policy, write(tmp_path / "live", other)))
+    assert comparison.cameras[0].own_distance is None
+    assert "camera-strange" not in {one.kind for one in verdicts(comparison)}
+    assert any("one episode only" in one for one in comparison.undecided)
 
 
 def moved(image):

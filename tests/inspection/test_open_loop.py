@@ -82,7 +82,7 @@ def test_errors_are_counted_where_something_was_recorded(frames):
     result = compared(frames, wrong_from_the_fourth_step_on, wild_past_the_end)
     np.testing.assert_allclose(result.error[:, SHOULDER], [0, 0, 0, 0.2], atol=1e-6)
     np.testing.assert_allclose(result.error[:, GRIPPER], 0.4 / SEEDS, rtol=1e-5)
-    spread = np.std([0.4, 0, 0, 0])
+    spread = np.std([0.4, 0, 0, 0], ddof=1)
     np.testing.assert_allclose(result.seed_spread[:, GRIPPER], spread, rtol=1e-5)
     whole = np.concatenate([actions(0), actions(1)])
     np.testing.assert_allclose(result.std[[0, 2]], whole.std(0)[[0, 2]], rtol=1e-5)
@@ -112,7 +112,8 @@ def test_the_worst_moment_is_found_first_and_named(frames):
     assert first.error_std == pytest.approx(2.3 / result.std[GRIPPER], rel=1e-5)
     assert first.seed_spread_std == pytest.approx(0, abs=1e-6)
     assert (second.frame, second.dimension) == (11, "shoulder")
-    assert second.seed_spread_std == pytest.approx(np.std([6, 0, 0, 0]) / result.std[0], rel=1e-5)
+    spread = np.std([6, 0, 0, 0], ddof=1) / result.std[SHOULDER]
+    assert second.seed_spread_std == pytest.approx(spread, rel=1e-5)
 
 
 def test_a_large_error_is_a_problem_of_its_dimension(frames):

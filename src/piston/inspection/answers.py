@@ -23,7 +23,7 @@ from piston.inspection.frames import Frame, Frames, camera_names, state_dims
 from piston.inspection.influence import in_one_number
 from piston.inspection.occlusion import Occlusion
 from piston.inspection.probe import Intervention, Probe
-from piston.inspection.results import as_json
+from piston.inspection.results import as_json, seed_spread
 
 # Seeds of the noise behind each answer, as in the overview. They share one prefix, so that the time
 # grows slowly with them: the demo's policy takes 72 ms on one core, and 50 ms with one seed.
@@ -155,7 +155,7 @@ class Answers:
             "in_spreads": None,
         }
         if len(base) > 1:
-            spread = base.std(0, ddof=1)
+            spread = seed_spread(base)
             noise = in_one_number(spread, self._scale)
             effect["spread"] = spread.mean(0)
             effect["in_spreads"] = effect["strength"] / noise if noise else None

@@ -166,7 +166,8 @@ class Frames:
         """The sentences of the episodes."""
         known = self.source.metadata.tasks
         numbers = np.unique(self.source.column("task_index"))
-        return [known[number] for number in numbers.tolist() if number in known]
+        found = [known[number] for number in numbers.tolist() if number in known]
+        return [task for task in found if not (self.is_recording and task == NO_PROMPT)]
 
     def action_scale(self) -> Float[np.ndarray, " a"]:
         """Return the standard deviation of every action, in the robot's units.

@@ -19,6 +19,7 @@ from jaxtyping import Float
 from piston.inspection.frames import Frames, camera_names
 from piston.inspection.probe import Intervention, Probe
 from piston.inspection.questions import Question, Questions
+from piston.inspection.results import seed_spread
 from piston.progress import Progress, no_progress
 
 # An action with a smaller standard deviation does not move in the data set: a change cannot be
@@ -127,7 +128,7 @@ class _Measured:
         self._changes.append(change)
         self._strengths.append(strength)
         if num_seeds > 1:
-            self._variances.append(unchanged.var(0, ddof=1, dtype=np.float64))
+            self._variances.append(seed_spread(unchanged) ** 2)
 
     def result(
         self, places: tuple[tuple[int, int], ...], skipped: Mapping[Question, str]

@@ -17,7 +17,7 @@ from piston.inference.policy import Policy
 from piston.inspection.frames import Frames, camera_names
 from piston.inspection.live_motion import StateFromPictures, still_share
 from piston.inspection.live_numbers import Dimension, Numbers, Timing, compare_states
-from piston.inspection.live_pictures import AS_IT_IS, Camera, Sample, compare_cameras
+from piston.inspection.live_pictures import AS_IT_IS, BRIGHTNESS, Camera, Sample, compare_cameras
 from piston.inspection.results import Verdict
 from piston.progress import Progress, no_progress
 
@@ -31,10 +31,13 @@ UNREACHED = 0.1
 # Undoing the true cause divides the distance to training by 2 to 8 on the ALOHA cube task; undoing
 # another one, or one that is not there, leaves it as it is or makes it larger.
 EXPLAINED = 0.7
+# Then they are not further from those of training than so many times the distance between episodes
+# of training. A camera that was pushed is up to 2.4 times as far with a zoom that is not there.
+NEAR = 2.0
 # The same of the distributions of colours, which have to differ by so many levels of 256.
 COLOUR, COLOUR_LEVELS = 0.5, 0.1
 # Pictures this many times as far from training as those of other episodes are of another scene.
-STRANGE = 3.0
+STRANGE = 2.0
 # In more of the moments with motion than this a camera stands still; those of training never do.
 STILL = 0.2
 # A camera is late by so many seconds, and undoing it leaves less than this share of the error in
@@ -133,6 +136,11 @@ def _undecided(cameras: Sequence[Camera], timing: Timing) -> Iterator[str]:
             continue
         if abs(one.colour_distance - one.swapped_colour_distance) < COLOUR_LEVELS:
             yield f"The camera {one.name} shows too little colour to tell red from blue."
+        if one.own_distance is None:
+            yield (
+                f"Whether the camera {one.name} shows something else than in training, where it "
+                "has one episode only."
+            )
         if one.still is None:
             yield (
                 f"Whether the camera {one.name} stands still: the live set has too little motion, "
@@ -165,6 +173,14 @@ def _of_dimension(number: int, one: Dimension) -> Iterator[Verdict]:
             f"{name} is {one.offset:+.3g} away from its targets, compared with training: its zero "
             "or its calibration is another one. Seen in the state less the target before it.",
             *(abs(one.offset), one.offset_limit),
+        )
+    elif one.astray is not None and one.astray_limit and one.astray > one.astray_limit:
+        yield Verdict(
+            *("state-not-following", one.name, "problem"),
+            f"{name} does not follow its targets as in training: the difference varies by "
+            f"{one.astray:.2g} standard deviations of the state. Its sign or its place in the "
+            "state is another one, it is late, or something blocks the robot.",
+            *(one.astray, one.astray_limit),
         )
     elif one.outside > OUTSIDE:
         yield Verdict(
@@ -201,17 +217,17 @@ def _of_camera(one: Camera) -> Iterator[Verdict]:
         )
         return
     ours, theirs = (width / height for height, width in (one.training_size, one.live_size))
-    if abs(theirs / ours - 1) > ASPECT:
+    if max(theirs / ours, ours / theirs) > 1 + ASPECT:
         yield Verdict(
             *("camera-aspect", one.name, "problem"),
             f"{name} sends {_size(one.live_size)} pixels, in training {_size(one.training_size)}: "
             "the aspect is another one, so that the model sees other borders or another part.",
-            *(theirs / ours, 1 + ASPECT),
+            *(max(theirs / ours, ours / theirs), 1 + ASPECT),
         )
         return
     as_it_is, best = one.distances[AS_IT_IS], one.distances[one.explanation]
     colour, swapped = one.colour_distance, one.swapped_colour_distance
-    if best < EXPLAINED * as_it_is:
+    if one.explanation != BRIGHTNESS and _explains(one):
         yield Verdict(
             *(_kind(one.explanation), one.name, "problem"),
             f"{name} {_sentence(one)}: undoing this makes the distance of its pictures to those of "
@@ -225,13 +241,13 @@ def _of_camera(one: Camera) -> Iterator[Verdict]:
             f"those of training is {swapped / colour:.2f} of what it is.",
             *(swapped / colour, COLOUR),
         )
-    elif not 1 / one.brightness_limit < one.brightness < one.brightness_limit:
+    elif one.light > one.brightness_limit:
         yield Verdict(
             *("camera-brightness", one.name, "problem"),
             f"{name} {_brightness(one)}.",
-            *(one.brightness, one.brightness_limit),
+            *(one.light, one.brightness_limit),
         )
-    elif (ratio := as_it_is / max(one.own_distance, LEAST_DISTANCE)) > STRANGE:
+    elif (ratio := _times_usual(one, as_it_is)) > STRANGE:
         yield Verdict(
             *("camera-strange", one.name, "remark"),
             f"{name} shows something else than in training: its pictures are {ratio:.1f} times as "
@@ -266,22 +282,28 @@ def _of_motion(one: Camera) -> Iterator[Verdict]:
         )
 
 
+def _explains(one: Camera) -> bool:
+    """Whether undoing the explanation brings the pictures to those of training."""
+    best = one.distances[one.explanation]
+    return best < EXPLAINED * one.distances[AS_IT_IS] and _times_usual(one, best) < NEAR
+
+
+def _times_usual(one: Camera, distance: float) -> float:
+    """Return how many times the distance between episodes of training; 0 if that is not known."""
+    return 0.0 if one.own_distance is None else distance / max(one.own_distance, LEAST_DISTANCE)
+
+
 def _kind(explanation: str) -> str:
     if explanation.startswith("camera "):
         return "cameras-swapped"
     if explanation.startswith("zoomed"):
         return "camera-zoomed"
-    return {
-        "red and blue swapped": "red-blue-swapped",
-        "brightness": "camera-brightness",
-    }.get(explanation, "camera-turned")
+    return "red-blue-swapped" if explanation.startswith("red") else "camera-turned"
 
 
 def _sentence(one: Camera) -> str:
     if one.explanation.startswith("camera "):
         return f"shows what {one.explanation} showed in training"
-    if one.explanation == "brightness":
-        return _brightness(one)
     if one.explanation.startswith("red"):
         return "has red and blue swapped"
     return f"is {one.explanation}"

@@ -23,6 +23,10 @@ _NOISE = 0.01
 _FOLLOWS = 0.5
 # An offset counts from so many standard deviations of the difference, and of episodes' medians.
 _OFFSET_SPREADS, _OFFSET_EPISODES = 2.0, 5.0
+# A state does not follow its targets live if their difference varies as much as this share of the
+# state, and so many times as much as in training. A sign that is turned round gives 2, two joints
+# that are exchanged 1.4 and more, a state that is 0.3 s late 0.5 to 1.1; as trained it is 0.2.
+_ASTRAY, _ASTRAY_TIMES = 0.8, 3.0
 # A shift counts from so many standard deviations of the state, and of episodes' means.
 _SHIFT_SPREADS, _SHIFT_EPISODES = 1.0, 5.0
 # An offset is there most of the time; a robot that is blocked is away from its targets for a while.
@@ -57,6 +61,10 @@ class Dimension:
     # It counts from `offset_limit` on.
     offset: float | None
     offset_limit: float | None
+    # By how much the live state less the target before it varies, in standard deviations of the
+    # state; None as for `offset`. It counts from `astray_limit` on.
+    astray: float | None
+    astray_limit: float | None
     # How far the live set stays from where every episode of training comes, at the low and at the
     # high end, as a share of the training range.
     unreached: tuple[float, float]
@@ -241,7 +249,7 @@ def compare_states(training: Numbers, live: Numbers, timing: Timing) -> list[Dim
     means = np.stack([training.states[begin:end].mean(0) for begin, end in training.bounds])
     uncertain = np.sqrt(1 / len(live.bounds) + 1 / len(training.bounds))
     shift_limit = np.maximum(_SHIFT_SPREADS, _SHIFT_EPISODES * means.std(0) / spread * uncertain)
-    offset, offset_limit = _offsets(training, live)
+    offset, offset_limit, astray, astray_limit = _against_targets(training, live)
     # A robot that asks rarely is not seen at its extremes.
     every = max(1, round((timing.request_interval or 0.0) * timing.training_rate))
     unreached = _unreached(training, live, every)
@@ -262,6 +270,8 @@ def compare_states(training: Numbers, live: Numbers, timing: Timing) -> list[Dim
                 shift_limit=float(shift_limit[i]),
                 offset=float(offset[i]) if follows else None,
                 offset_limit=float(offset_limit[i]) if follows else None,
+                astray=float(astray[i]) if follows else None,
+                astray_limit=float(astray_limit[i]) if follows else None,
                 unreached=(float(unreached[0][i]), float(unreached[1][i])),
                 edges=edges,
                 training_histogram=np.histogram(ours, edges)[0] / len(ours),
@@ -271,14 +281,15 @@ def compare_states(training: Numbers, live: Numbers, timing: Timing) -> list[Dim
     return found
 
 
-def _offsets(
-    training: Numbers, live: Numbers
-) -> tuple[Float[np.ndarray, " d"], Float[np.ndarray, " d"]]:
-    """Return the offset of each state from its target, and from where on it counts; else NaN."""
+def _against_targets(training: Numbers, live: Numbers) -> tuple[Float[np.ndarray, " d"], ...]:
+    """Return the offset of each state from its target, how much it varies, and both limits.
+
+    NaN where a state does not follow a target in training.
+    """
     ours, theirs = (one.after_targets(training) for one in (training, live))
     if not len(ours) or not len(theirs):
         unknown = np.full(len(training.names), np.nan)
-        return unknown, unknown
+        return (unknown,) * 4
     episodes = training.episode_medians(ours)
     limit = np.maximum(
         np.maximum(_OFFSET_SPREADS * ours.std(0), _OFFSET_EPISODES * episodes.std(0)),
@@ -289,7 +300,9 @@ def _offsets(
     is_steady = np.mean(away * np.sign(offset) > limit / 2, axis=0) >= _OFFSET_SHARE
     offset = np.where(is_steady, offset, 0.0)
     follows = ours.std(0) <= np.maximum(_FOLLOWS * training.spread, training.noise)
-    return np.where(follows, offset, np.nan), np.where(follows, limit, np.nan)
+    astray_limit = np.maximum(_ASTRAY, _ASTRAY_TIMES * ours.std(0) / training.scale)
+    found = (offset, limit, theirs.std(0) / training.scale, astray_limit)
+    return tuple(np.where(follows, one, np.nan) for one in found)
 
 
 def _nearest_step(

@@ -23,13 +23,15 @@ from piston.inspection.results import NOT_IN_JSON
 from piston.progress import Progress
 from piston.transforms import Data, flatten_dict
 
-AS_IT_IS = "as it is"
+AS_IT_IS, BRIGHTNESS = "as it is", "brightness"
 _SIDE = 32
 # A live picture is a part of what training shows, or the other way round.
-_ZOOMS = (1.1, 1.2, 1.35, 1.6, 2.0)
+_ZOOMS = (1.1, 1.2, 1.35, 1.5, 1.65, 1.8, 2.0)
 _QUANTILES = 1000
 # A factor that augmentation usually covers; and standard deviations of the mean of an episode.
 _BRIGHTNESS, _BRIGHTNESS_EPISODES = 1.25, 5.0
+# A black picture has this brightness: a factor has to be finite.
+_DARKEST = 0.01
 
 Pictures = UInt8[np.ndarray, "n h w 3"]
 Small = Float[np.ndarray, "n s s 3"]
@@ -45,16 +47,17 @@ class Camera:
     # Height and width as sent; None if the live set does not have this camera.
     training_size: tuple[int, int]
     live_size: tuple[int, int] | None
-    # The median distance of a training picture to the nearest one of another episode.
-    own_distance: float
+    # The median distance of a training picture to the nearest one of another episode; None if there
+    # is one episode only.
+    own_distance: float | None
     # The same of the live pictures to those of training, by what is undone in them.
     distances: Mapping[str, float]
     # The distance between the distributions of red less blue, in levels, as it is and with red and
     # blue swapped: it does not depend on what is where in the picture.
     colour_distance: float
     swapped_colour_distance: float
-    # The live mean brightness and contrast divided by those of training. The brightness counts from
-    # a factor of `brightness_limit` on, as episodes of training differ among themselves.
+    # The live mean brightness and contrast divided by those of training. They count from a factor
+    # of `brightness_limit` on, as episodes of training differ among themselves.
     brightness: float
     brightness_limit: float
     contrast: float
@@ -72,6 +75,15 @@ class Camera:
     def explanation(self) -> str:
         """What has to be undone for the smallest distance."""
         return min(self.distances, key=lambda name: self.distances[name], default=AS_IT_IS)
+
+    @property
+    def light(self) -> float:
+        """The factor of the brightness, up or down, or of the contrast if that explains more."""
+        factors = [self.brightness]
+        if self.explanation == BRIGHTNESS:
+            factors.append(self.contrast)
+        factors = [max(one, _DARKEST) for one in factors]
+        return max(max(one, 1 / one) for one in factors)
 
 
 class Sample:
@@ -109,13 +121,13 @@ def compare_cameras(names: Mapping[str, str], training: Sample, live: Sample) ->
     found = []
     for slot, ours in training.pictures.items():
         small = training.small(slot)
-        own, _ = _nearest(small, small, training.episodes[:, None] == training.episodes)
+        same = training.episodes[:, None] == training.episodes
         camera = Camera(
             name=names.get(slot, slot),
             slot=slot,
             training_size=training.sizes[slot],
             live_size=live.sizes.get(slot),
-            own_distance=own,
+            own_distance=None if same.all() else _nearest(small, small, same)[0],
             distances={},
             colour_distance=0.0,
             swapped_colour_distance=0.0,
@@ -161,8 +173,10 @@ def _undone(
     yield "mirrored", theirs[:, :, ::-1], ours
     yield "upside down", theirs[:, ::-1], ours
     yield "turned by 180°", theirs[:, ::-1, ::-1], ours
+    yield "turned to the left", np.rot90(theirs, -1, (1, 2)), ours
+    yield "turned to the right", np.rot90(theirs, 1, (1, 2)), ours
     scale = ours.std() / max(theirs.std(), 1.0)
-    yield "brightness", (theirs - theirs.mean()) * scale + ours.mean(), ours
+    yield BRIGHTNESS, (theirs - theirs.mean()) * scale + ours.mean(), ours
     for zoom in _ZOOMS:
         yield f"zoomed in by {zoom:g}", theirs, training.small(slot, 1 / zoom)
         yield f"zoomed out by {zoom:g}", live.small(slot, 1 / zoom), ours
@@ -189,7 +203,7 @@ def _nearest(
     ours, theirs = pictures.reshape(len(pictures), -1), known.reshape(len(known), -1)
     squares = (ours**2).sum(1)[:, None] + (theirs**2).sum(1) - 2 * ours @ theirs.T
     distances = np.sqrt(np.maximum(squares, 0) / ours.shape[1])
-    if excluded is not None and not excluded.all(1).any():  # else there is one episode only
+    if excluded is not None:
         distances[excluded] = np.inf
     return float(np.median(distances.min(1))), distances.argmin(1)
 

@@ -22,7 +22,7 @@ from jaxtyping import Float, UInt8
 
 from piston.inspection.frames import Frame, Frames
 from piston.inspection.probe import Intervention, Probe
-from piston.inspection.results import NOT_IN_JSON, Verdict, known_mean
+from piston.inspection.results import NOT_IN_JSON, Verdict, known_mean, seed_spread
 from piston.progress import Progress, no_progress
 
 # Asked frames of an episode at most, before those that seams need.
@@ -88,8 +88,8 @@ class OpenLoop:
     recorded: Float[np.ndarray, "t a"]
     # Of the recorded actions of the whole data set; not a number for one that never moves.
     std: Float[np.ndarray, " a"]
-    # Mean distance from the recording for each step of the chunk, and what it would be if the robot
-    # stayed where the recording is at the chunk's start.
+    # Mean distance from the recording for each step of the chunk, and what it would be if the first
+    # recorded action of the chunk were kept: a robot that stands still, if actions are positions.
     error: Float[np.ndarray, "h a"]
     error_of_standing: Float[np.ndarray, "h a"]
     # Mean over the asked frames of the standard deviation over seeds.
@@ -161,7 +161,7 @@ def compare(
     errors = np.stack([moment.error(one) for moment, one in zip(moments, chunks, strict=True)])
     horizon, asked = chunks.shape[2], tuple(moment.frame for moment in moments)
     still = np.stack([moment.error(moment.recorded[:1].repeat(horizon, 0)) for moment in moments])
-    spread = np.where(np.isnan(errors[:, 0]), np.nan, chunks.std(1))
+    spread = np.where(np.isnan(errors[:, 0]), np.nan, seed_spread(chunks))
     scale = frames.action_scale()
     std = np.where(scale > _NO_MOTION, scale, np.nan)
     seams = tuple(at for at in asked if at - execute_horizon in asked)
@@ -266,8 +266,8 @@ def _standing_verdict(results: Sequence[OpenLoop]) -> Verdict | None:
     if not number > SHARE_OF_STANDING:
         return None
     sentence = (
-        f"The predicted chunks are {number:.2g} times as far from the recording as a robot that "
-        f"stands still ({error:.2g} against {still:.2g} standard deviations)."
+        f"The predicted chunks are {number:.2g} times as far from the recording as a command that "
+        f"stays as it is ({error:.2g} against {still:.2g} standard deviations)."
     )
     return Verdict(
         "no-better-than-standing", "actions", "problem", sentence, number, SHARE_OF_STANDING

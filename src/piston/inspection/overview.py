@@ -23,7 +23,7 @@ from piston.inspection.live import verdicts as live_verdicts
 from piston.inspection.occlusion import Occlusion, OcclusionMap
 from piston.inspection.open_loop import OpenLoop, open_loop, open_loop_verdicts
 from piston.inspection.probe import Intervention, Probe
-from piston.inspection.results import NOT_IN_JSON, Verdict
+from piston.inspection.results import NOT_IN_JSON, Verdict, seed_spread
 from piston.inspection.verdicts import influence_verdicts
 from piston.progress import Progress, no_progress
 
@@ -257,7 +257,7 @@ def _moments(probe: Probe, shown: Sequence[Frame], progress: Progress) -> tuple[
             prompt=frame.prompt,
             pictures=probe.pictures(frame),
             predicted=drawn.mean(0),
-            spread=drawn.std(0),
+            spread=seed_spread(drawn),
             recorded=np.where(frame.is_real[:, None], frame.recorded, np.nan),
         )
         for frame, drawn in zip(shown, chunks, strict=True)

@@ -18,6 +18,8 @@ Change = Literal["off", "black", "other", "left out", "empty", "opposite", "move
 # The subject of questions about all cameras, the whole sentence or the whole state.
 ALL = "all"
 
+# A state with a smaller standard deviation does not move: its numbers would be those of rounding.
+_MOVES = 1e-5
 _MARKS = ".,;:!?\"'()"
 _OPPOSITES = (
     *(("open", "close"), ("left", "right"), ("push", "pull"), ("up", "down"), ("on", "off")),
@@ -48,8 +50,9 @@ class Questions:
         self._sentences(frame.prompt, frames.tasks, number)
         self._states(probe, frames, frame, other)
 
-    def _cameras(self, probe: Probe, frame: Frame, other: Frame) -> None:
-        present, others = tuple(probe.pictures(frame)), probe.pictures(other)
+    def _cameras(self, probe: Probe, frame: Frame, other: Frame | None) -> None:
+        present = tuple(probe.pictures(frame))
+        others = {} if other is None else probe.pictures(other)
         groups: dict[str, tuple[str, ...]] = {camera: (camera,) for camera in present}
         if len(present) > 1:
             groups[ALL] = present
@@ -60,7 +63,7 @@ class Questions:
             if shown := {camera: others[camera] for camera in cameras if camera in others}:
                 self.asked[question] = Intervention(shown=shown)
             else:
-                self.skipped[question] = "the other moment has no picture of it"
+                self.skipped[question] = "no other moment has a picture of it"
 
     def _words(self, prompt: str) -> None:
         words = prompt.split()
@@ -87,10 +90,11 @@ class Questions:
             else:
                 self.asked[question] = Intervention(prompt=sentence)
 
-    def _states(self, probe: Probe, frames: Frames, frame: Frame, other: Frame) -> None:
+    def _states(self, probe: Probe, frames: Frames, frame: Frame, other: Frame | None) -> None:
         dims = state_dims(probe.policy, frame.observation)
-        own, others = (_state(one, dims) for one in (frame, other))
-        if dims:
+        own = _state(frame, dims)
+        if dims and other is not None:
+            others = _state(other, dims)
             difference = {dim.name: others[dim.name] - own[dim.name] for dim in dims}
             self.asked[Question("state", ALL, "other")] = Intervention(state=difference)
         for dim in dims:
@@ -98,7 +102,7 @@ class Questions:
             values = frames.state_values(dim)
             if values is None:
                 self.skipped[question] = f"{dim.key!r} is not a column of the data set"
-            elif not (deviation := float(values.std())) > 0:
+            elif not (deviation := float(values.std())) > _MOVES:
                 self.skipped[question] = "it never moves in the data set"
             else:
                 # Towards the mean, so that the state stays among those that training has shown.
@@ -106,8 +110,8 @@ class Questions:
                 self.asked[question] = Intervention(state={dim.name: amount})
 
 
-def _other_moment(frames: Frames, shown: Sequence[Frame], number: int) -> Frame:
-    """Return another of the frames, of another episode if possible."""
+def _other_moment(frames: Frames, shown: Sequence[Frame], number: int) -> Frame | None:
+    """Return another of the frames, of another episode if possible; None if there is no other."""
     frame = shown[number]
     others = [*shown[number + 1 :], *shown[:number]]
     for one in others:
@@ -116,7 +120,7 @@ def _other_moment(frames: Frames, shown: Sequence[Frame], number: int) -> Frame:
     place = (frame.episode, frame.frame)
     known = [(one.episode, one.frame) for one in others] + frames.spread_out(8)
     far = max(known, key=lambda one: (one[0] != place[0], abs(one[1] - place[1])))
-    return frames[far]
+    return None if far == place else frames[far]
 
 
 def _state(frame: Frame, dims: Sequence[StateDim]) -> dict[str, float]:

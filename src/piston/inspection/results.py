@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
+from jaxtyping import Float
 
 Severity = Literal["problem", "remark"]
 
@@ -32,6 +33,13 @@ class Verdict:
     sentence: str
     number: float
     threshold: float
+
+
+def seed_spread(chunks: Float[np.ndarray, "*_ n h a"]) -> Float[np.ndarray, "*_ h a"]:
+    """Return the standard deviation over noise seeds, as estimated from few; 0 for one seed."""
+    several = chunks.shape[-3] > 1
+    spread: np.ndarray = chunks.std(-3, ddof=int(several), dtype=np.float64)
+    return spread
 
 
 def known_mean(values: np.ndarray, axis: int | tuple[int, ...] | None = None) -> np.ndarray:

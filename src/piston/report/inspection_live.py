@@ -59,7 +59,8 @@ def _camera(one: Camera) -> Markup:
     nearest = sorted(one.distances.items(), key=lambda pair: pair[1])[:_NUM_CAUSES]
     distances = {AS_IT_IS: one.distances[AS_IT_IS], **dict(nearest)} if nearest else {}
     rows = [(name, f"{distance:.1f}") for name, distance in distances.items()]
-    rows.append(("training pictures among themselves", f"{one.own_distance:.1f}"))
+    if one.own_distance is not None:
+        rows.append(("training pictures among themselves", f"{one.own_distance:.1f}"))
     text = (
         f"{one.name}: a live picture as the model sees it, and the picture of training that is "
         "most like it. Below: the distance of live pictures to the nearest of training, in levels "
