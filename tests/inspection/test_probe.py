@@ -66,6 +66,10 @@ def test_a_camera_that_is_off_is_one_that_the_robot_does_not_send():
         np.testing.assert_allclose(chunk, optional.infer(sent, seed=seed)["actions"], atol=1e-5)
 
 
+def test_a_slot_without_a_camera_of_the_robot_has_no_picture(policy):
+    assert set(Probe(policy).pictures(untrained.observation())) == {BASE_SLOT, WRIST_SLOT}
+
+
 def test_the_pixels_of_a_camera_that_is_off_have_no_effect_at_all(policy):
     probe = Probe(policy, SEEDS)
     off = (WRIST_SLOT, EMPTY_SLOT)

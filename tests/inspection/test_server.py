@@ -16,7 +16,7 @@ from PIL import Image
 from piston.inspection import Box, Intervention, Probe
 from piston.inspection.answers import NUM_SEEDS
 from piston.inspection.occlusion import Occlusion
-from piston.inspection.server import PORT, _listen, _Turns
+from piston.inspection.server import PORT, _Turns, listen
 
 from .page_cases import (
     NAMES,
@@ -131,6 +131,7 @@ def test_nothing_changed_has_no_effect(port):
     ("body", "message"),
     [
         (b"{", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
         (b"[]", "expected an object"),
         (b" " * 300_000, "longer than"),
         ({"episode": 0, "frame": 0}, "client is None"),
@@ -233,9 +234,11 @@ def test_a_port_that_is_taken():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = taken.getsockname()[1]
         with pytest.raises(OSError) as caught:
-            _listen("127.0.0.1", number)
+            listen("127.0.0.1", number)
         assert f"Nothing is served at 127.0.0.1:{number}" in caught.value.__notes__[0]
-    with _listen("127.0.0.1", None) as first, _listen("127.0.0.1", None) as second:
+    with pytest.raises(ValueError, match="The port is 65536; expected a number from 0 to 65535"):
+        listen("127.0.0.1", 65536)
+    with listen("127.0.0.1", None) as first, listen("127.0.0.1", None) as second:
         assert PORT <= first.getsockname()[1] < second.getsockname()[1]
 
 

@@ -1,6 +1,7 @@
 """`piston inspect` from a checkpoint and its data set to a page and numbers."""
 
 import json
+import socket
 
 import numpy as np
 import pytest
@@ -84,7 +85,7 @@ def test_a_live_set_is_compared_with_training(root, checkpoint, tmp_path):
 def test_files_and_a_served_page_exclude_each_other(checkpoint, tmp_path, capsys):
     words = ["inspect", str(checkpoint), "--json", str(tmp_path / "a.json"), "--port", "8055"]
     assert main(words) == 1
-    assert "leave out --host and --port" in capsys.readouterr().err
+    assert "leave out --host, --port and --no-browser" in capsys.readouterr().err
 
 
 def test_a_data_set_of_another_robot(checkpoint, tmp_path, capsys):
@@ -107,3 +108,13 @@ def test_a_data_set_of_another_robot(checkpoint, tmp_path, capsys):
 def test_a_run_is_not_a_checkpoint(run, checkpoint, tmp_path, capsys):
     assert main(["inspect", str(run), "--json", str(tmp_path / "numbers.json")]) == 1
     assert f"Its newest is {checkpoint}" in capsys.readouterr().err
+
+
+def test_a_taken_port_is_told_before_anything_is_computed(checkpoint, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["inspect", str(checkpoint), "--port", str(port)]) == 1
+    shown = capsys.readouterr()
+    assert f"Nothing is served at 127.0.0.1:{port}" in shown.err
+    assert "what was found" not in shown.out
+    assert "Nothing was found" not in shown.out

@@ -43,7 +43,7 @@ class InspectArguments:
     frames: int = 10
     # Noise that each question is asked with.
     seeds: int = 8
-    # Frames with a map of where the policy looks, for each camera. 0 saves most of the time.
+    # Frames with a map of where the policy looks, for each camera. 0 saves their time.
     maps: int = 3
     # Write the overview as one HTML page; nothing is served then.
     html: Path | None = None
@@ -72,8 +72,12 @@ def inspect(arguments: InspectArguments) -> None:
     from piston.inspection import Frames, Plan, as_json, compute
     from piston.report.inspection import inspection_page, write_inspection
 
+    listener = None
     if arguments.html is None and arguments.json is None:
-        from piston.inspection.server import run  # tells at once if the extra is not installed
+        # The extra that is missing, or the port that is taken, is told before minutes of work.
+        from piston.inspection.server import listen, run
+
+        listener = listen(arguments.host, arguments.port)
     policy = _load(arguments)
     frames = _open(policy, arguments)
     live = None
@@ -95,7 +99,7 @@ def inspect(arguments: InspectArguments) -> None:
         console().print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)", highlight=False)
     if not written:
         title = f"{arguments.checkpoint}, {overview.about.data}"
-        where: dict[str, Any] = {"host": arguments.host, "port": arguments.port}
+        where: dict[str, Any] = {"host": arguments.host, "listener": listener}
         page = inspection_page(overview)
         if not run(policy, frames, page, title=title, open_browser=arguments.browser, **where):
             # A thread is still inside torch, which would abort an ordinary exit.
@@ -109,9 +113,12 @@ run_inspect = Command("inspect", InspectArguments, inspect)
 def _check(arguments: InspectArguments) -> None:
     """Raise ValueError for options that cannot work, before the model is loaded."""
     served = arguments.html is None and arguments.json is None
-    if not served and (arguments.port is not None or arguments.host != InspectArguments.host):
+    where = ("host", "port", "browser")
+    given = [one for one in where if getattr(arguments, one) != getattr(InspectArguments, one)]
+    if not served and given:
         raise ValueError(
-            "--html and --json write files and serve nothing: leave out --host and --port."
+            "--html and --json write files and serve nothing: leave out --host, --port and "
+            "--no-browser."
         )
     for name in ("frames", "seeds"):
         if getattr(arguments, name) < 1:

@@ -166,10 +166,10 @@ def locate(path_or_repo_id: str | os.PathLike[str], *, only_meta: bool = False) 
     for folder in tried:
         if folder.is_dir():
             return folder
-    places = " nor ".join(map(str, tried))
+    places = " and ".join(dict.fromkeys(map(str, tried)))
     if not is_address and not _REPO_ID.fullmatch(name):
         raise FileNotFoundError(
-            f"There is no data set {name}: neither {places} exists. Give a folder with "
+            f"There is no data set {name}; looked for {places}. Give a folder with "
             "meta/info.json, a name owner/name on the Hugging Face hub, or hf://…"
         )
     address = name if is_address else f"hf://datasets/{name}"
@@ -177,7 +177,7 @@ def locate(path_or_repo_id: str | os.PathLike[str], *, only_meta: bool = False) 
         return resolve(f"{address}/meta").parent if only_meta else resolve(address)
     except Exception as error:
         if tried:
-            error.add_note(f"{name} is not a local data set either: neither {places} exists.")
+            error.add_note(f"{name} is not a local data set either; looked for {places}.")
         raise
 
 

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float, UInt8
 
 from piston.inference.policy import Policy
-from piston.inspection.frames import Frame, state_dims
+from piston.inspection.frames import Frame, camera_names, state_dims
 from piston.models.flow import Pi0
 from piston.models.model import ActOptions
 from piston.observation import Observation, stack_samples
@@ -177,9 +177,14 @@ class Probe:
     def pictures(
         self, frame: Frame | Mapping[str, Any], intervention: Intervention | None = None
     ) -> dict[str, UInt8[np.ndarray, "_ _ 3"]]:
-        """Return the images that the model sees, by slot; absent cameras are not among them."""
+        """Return the images that the model sees, by slot; absent cameras are not among them.
+
+        π0-FAST also attends to the black image of a slot that the robot has no camera for.
+        """
         seen = self.prepare(frame, intervention or Intervention())
-        return {slot: image for slot, image in seen["image"].items() if seen["image_mask"][slot]}
+        cameras = camera_names(self.policy) or seen["image"]
+        images = ((slot, image) for slot, image in seen["image"].items() if slot in cameras)
+        return {slot: image for slot, image in images if seen["image_mask"][slot]}
 
     @torch.no_grad()
     def _answer(self, group: Sequence[Sequence[Data]]) -> list[np.ndarray]:

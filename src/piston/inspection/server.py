@@ -74,16 +74,18 @@ def run(
     title: str = "",
     host: str = "127.0.0.1",
     port: int | None = None,
+    listener: socket.socket | None = None,
     open_browser: bool = True,
 ) -> bool:
     """Serve the page until Ctrl-C or SIGTERM, then finish what is in flight.
 
     Returns whether all of it was finished: not if a second Ctrl-C came while the model worked. By
     default the first free port from 8050 on is taken; a port that is given must be free. Raises
-    OSError if there is none. `title` says which policy and data set the page is about.
+    OSError if there is none. `listener` is one that `listen` returned before, for the same host.
+    `title` says which policy and data set the page is about.
     """
     app = make_app(policy, frames, overview_html, title=title, host=host)
-    listener = _listen(host, port)
+    listener = listener or listen(host, port)
     number = listener.getsockname()[1]
     shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     url = f"http://[{shown}]:{number}/" if ":" in shown else f"http://{shown}:{number}/"
@@ -291,7 +293,7 @@ async def _read_object(request: Request) -> dict[str, Any]:
             raise ValueError(f"The request is longer than {_MAX_BODY_BYTES} bytes.")
     try:
         body = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"The request is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise ValueError(f"The request is a {type(body).__name__}; expected an object.")
@@ -309,8 +311,13 @@ def _answer_error(_: Request, error: Exception) -> Response:
     return JSONResponse({"error": f"The server failed: {error!r}"}, 500)
 
 
-def _listen(host: str, port: int | None) -> socket.socket:
-    """Return a listening socket on the port, else on the first free one."""
+def listen(host: str, port: int | None) -> socket.socket:
+    """Return a listening socket on the port, else on the first free one.
+
+    A browser that connects before the page is served waits for it.
+    """
+    if port is not None and not 0 <= port < 2**16:
+        raise ValueError(f"The port is {port}; expected a number from 0 to {2**16 - 1}.")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     tried = range(PORT, PORT + _NUM_PORTS) if port is None else [port]
     for number in tried:

@@ -178,8 +178,9 @@ def influence(overview: Overview) -> Markup:
     text = (
         f"Each row is one change of the observation, with everything else and the noise as it was. "
         f"A cell says how much the action changes, averaged over the {effects.shape[1]} steps of "
-        f"the chunk and {len(found.places)} frames, in {unit}. “All” has the actions in one "
-        "number. An input whose rows are pale has no influence."
+        f"the chunk and {len(found.places)} frames, in {unit}. “All” is one "
+        "number for all actions, a root mean square, and may be larger than every cell. "
+        "An input whose rows are pale has no influence."
     )
     parts: list[Markup | None] = [note(text), _effects(found, cells, strengths)]
     parts.append(_words(found, overview.moments, strengths))
