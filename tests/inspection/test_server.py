@@ -127,6 +127,11 @@ def test_nothing_changed_has_no_effect(port):
     assert first["changed"] == again["changed"]
 
 
+def test_a_sentence_that_is_cut_off_is_told(port):
+    assert act(port, {"prompt": "stop"})[2]["note"] is None
+    assert "has no effect" in act(port, {"prompt": 400 * "stop "})[2]["note"]
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [

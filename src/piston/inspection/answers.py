@@ -115,8 +115,20 @@ class Answers:
             "base": _fan(base),
             "changed": None if changed is None else _fan(changed),
             "effect": None if changed is None else self._effect(base, changed),
+            "note": None if change.prompt is None else self._note(episode, number, change),
         }
         return as_json({**answer, "ms": 1e3 * (time.perf_counter() - started)})
+
+    def _note(self, episode: int, number: int, change: Intervention) -> str | None:
+        """Return what there is to say about a sentence: whether the model reads all of it."""
+        seen = self._probe.prepare(self.frame(episode, number), change)
+        mask = seen.get("tokenized_prompt_mask")
+        if mask is None or not mask.all():
+            return None
+        return (
+            f"The sentence fills all {mask.size} tokens that the model reads. What is beyond them "
+            "is cut off and has no effect."
+        )
 
     def occlusion(
         self, episode: int, number: int, camera: str, actions: tuple[str, ...]

@@ -13,7 +13,13 @@
  *   per_action: number[], strength: number | null, spread: number[] | null,
  *   in_spreads: number | null,
  * }} Effect
- * @typedef {{base: Fan, changed: Fan | null, effect: Effect | null, ms: number}} Answer
+ * @typedef {{
+ *   base: Fan,
+ *   changed: Fan | null,
+ *   effect: Effect | null,
+ *   note: string | null,
+ *   ms: number,
+ * }} Answer
  */
 
 // An older request that takes longer than this is given up for a newer one.

@@ -15,11 +15,16 @@ const LINK_MS = 250;
 const SPINNER_MS = 300;
 const FIELDS = "input[type=text], textarea, select";
 
+/** @param {string | null} text */
+function tell(text) {
+  const element = byId("error", HTMLElement);
+  element.textContent = text;
+  element.hidden = text === null;
+}
+
 /** @param {Error} error */
 function fail(error) {
-  const element = byId("error", HTMLElement);
-  element.textContent = error.message;
-  element.hidden = false;
+  tell(error.message);
 }
 
 /** @param {api.About} about */
@@ -56,7 +61,7 @@ function start(about) {
       api.act({ episode: asked.episode, frame: asked.frame, change: changeOf(asked) }, signal),
     (found) => {
       answer = found;
-      byId("error", HTMLElement).hidden = true;
+      tell(found.note);
       show();
     },
     fail,
