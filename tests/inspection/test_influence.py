@@ -81,6 +81,20 @@ def test_numbers_are_those_of_the_probe(measured):
     np.testing.assert_allclose(moving, expected, rtol=1e-6)
 
 
+def test_carried_errors_are_those_of_the_probe(measured):
+    probe, frames, found = measured
+    deviation = frames.source.column(STATE)[:, 1].std(dtype=np.float64)
+    followed = []
+    for place in PLACES:
+        below = frames[place].observation[STATE][1] < frames.source.column(STATE)[:, 1].mean()
+        amount = deviation if below else -deviation
+        versions = [Intervention(), Intervention(state={"elbow": amount})]
+        unchanged, changed = probe.chunks(frames[place], versions)
+        followed.append((changed - unchanged)[:, :, 1].mean(0) / amount)
+    carried = found.carried[found.carried_names.index("elbow")]
+    np.testing.assert_allclose(carried, np.mean(followed, 0), atol=1e-4)
+
+
 def test_a_word_counts_in_the_frames_that_have_it(pi0):
     place = pi0.questions.index(("word", "open", "left out"))
     per_frame = pi0.strength_per_frame[:, place]

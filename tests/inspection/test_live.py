@@ -133,7 +133,7 @@ def serve(policy, folder, episodes, every=5, rate=RATE):
     for frames in episodes:
         targets = np.stack([one["targets"] for one in frames])
         targets = np.concatenate([targets, np.repeat(targets[-1:], 10, axis=0)])
-        for step in range(0, STEPS, every):
+        for step in range(0, len(frames), every):
             replay.answer = targets[step : step + 10]
             sent = {key: value for key, value in frames[step].items() if key != "targets"}
             recording.infer_batch([sent])
@@ -176,6 +176,24 @@ def test_an_equal_set_and_its_recording_raise_nothing(policy, training, tmp_path
     told = as_json(comparison)
     assert told["dimensions"][2]["name"] == "gripper"
     assert "live_picture" not in told["cameras"][0]
+
+
+def test_requests_without_a_sentence_have_none(policy, tmp_path):
+    silent = [{k: v for k, v in one.items() if k != "prompt"} for one in LIVE[1]]
+    live = Frames.open(policy, serve(policy, tmp_path / "live", [LIVE[0], silent]))
+    assert live.tasks == ["wave"]
+    first, *_, last = live.episodes
+    assert live[first, 0].prompt == "wave"
+    assert "prompt" not in live[last, 0].observation
+
+
+def test_a_robot_that_asks_rarely_is_compared_with_such_moments_of_training(policy, tmp_path):
+    """The gripper is open in both requests of each episode, and closed in most of training."""
+    known = write(tmp_path / "training", [episode(seed)[20:] for seed in range(16)])
+    training = Measured(policy, Frames.open(policy, known), num_pictures=128)
+    asked = [frames[20:28] for frames in LIVE]
+    live = found(policy, training, serve(policy, tmp_path / "live", asked, every=7))
+    assert ("state-shifted", "gripper") not in live
 
 
 OFFSET = np.array([0, 0.1, 0])

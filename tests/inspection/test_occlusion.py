@@ -58,6 +58,15 @@ def test_cells_fill_the_picture_and_share_out_what_the_grid_has(probe, frames):
     assert len(grid.cells) == 64
     assert (areas * found.value).sum() == pytest.approx(grid.value.mean())
     assert np.array_equal(grid.value, grid.effect)
+    # The four parts of a cell have values in the ratios of their effects.
+    parts: dict[tuple[int, int], list[int]] = {}
+    for number in np.flatnonzero(areas < areas.max()):
+        cell = found.cells[number]
+        parts.setdefault((int(8 * cell.left), int(8 * cell.top)), []).append(number)
+    for four in parts.values():
+        effect, value = found.effect[four], found.value[four]
+        assert len(four) == 4
+        np.testing.assert_allclose(value * effect.sum(), effect * value.sum(), rtol=1e-6)
 
 
 def test_an_effect_is_that_of_covering_the_cell_and_half_of_one_around_it(probe, frames):

@@ -6,6 +6,7 @@ Dims: n frames, p pairs of successive frames, d state dim, h steps of a chunk, a
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -134,22 +135,28 @@ class Numbers:
         ends = np.cumsum([end - begin - 1 for begin, end in self.bounds])[:-1]
         return np.stack([np.median(part, 0) for part in np.split(of_pairs, ends) if len(part)])
 
-    def reached(self, every: int) -> tuple[Float[np.ndarray, "e d"], Float[np.ndarray, "e d"]]:
-        """Return the smallest and the largest state of each episode in `every` so many frames."""
-        parts = [self.states[begin:end:every] for begin, end in self.bounds]
-        return np.stack([p.min(0) for p in parts]), np.stack([p.max(0) for p in parts])
+    def seen(self, every: int) -> list[Float[np.ndarray, "m d"]]:
+        """Return the states of each episode as one sees them who asks in `every` so many frames."""
+        return [self.states[begin:end:every] for begin, end in self.bounds]
+
+    def pairs_seen(self, every: int) -> Bool[np.ndarray, " p"]:
+        """Return which pairs end at a frame that `seen` has."""
+        ends = [np.arange(1, end - begin) for begin, end in self.bounds]
+        return np.concatenate(ends) % every == 0
 
     def after_targets(self, training: Numbers) -> Float[np.ndarray, "p d"]:
         """Return each next state less the target before it; NaN for those without a target."""
         rows, known = self.pairs(), self._actions >= 0
         after = np.full((len(rows), len(known)), np.nan)
         targets, next_states = self._followed()
-        differences = next_states - targets[:, 0]
+        differences, last = next_states - targets[:, 0], targets.shape[1]
         if self.frames.is_recording and differences.size:
             # Nearest for all pairs together: each alone would hide an offset in its own step.
+            # One step more or less is as likely.
             tried = [
-                next_states - targets[np.arange(len(rows)), steps.clip(1, targets.shape[1]) - 1]
+                next_states - targets[np.arange(len(rows)), (steps + more).clip(1, last) - 1]
                 for steps in self._shared_steps(training)
+                for more in (0, -1, 1)
             ]
             differences = min(tried, key=lambda one: float(np.abs(one).mean()))
         after[:, known] = differences
@@ -245,14 +252,15 @@ def compare_states(training: Numbers, live: Numbers, timing: Timing) -> list[Dim
     margin = np.maximum(_RANGE_MARGIN * (high - low), training.noise)
     outside = (live.states < low - margin) | (live.states > high + margin)
     spread = training.scale
-    shift = (live.states.mean(0) - training.states.mean(0)) / spread
-    means = np.stack([training.states[begin:end].mean(0) for begin, end in training.bounds])
+    # A robot that asks rarely is seen at some moments of the task only, and not at its extremes.
+    every = max(1, round((timing.request_interval or 0.0) * timing.training_rate))
+    seen = training.seen(every)
+    shift = (live.states.mean(0) - np.concatenate(seen).mean(0)) / spread
+    means = np.stack([one.mean(0) for one in seen])
     uncertain = np.sqrt(1 / len(live.bounds) + 1 / len(training.bounds))
     shift_limit = np.maximum(_SHIFT_SPREADS, _SHIFT_EPISODES * means.std(0) / spread * uncertain)
-    offset, offset_limit, astray, astray_limit = _against_targets(training, live)
-    # A robot that asks rarely is not seen at its extremes.
-    every = max(1, round((timing.request_interval or 0.0) * timing.training_rate))
-    unreached = _unreached(training, live, every)
+    offset, offset_limit, astray, astray_limit = _against_targets(training, live, every)
+    unreached = _unreached(training, live, seen)
     found = []
     for i, name in enumerate(training.names):
         ours, theirs = training.states[:, i], live.states[:, i]
@@ -281,21 +289,26 @@ def compare_states(training: Numbers, live: Numbers, timing: Timing) -> list[Dim
     return found
 
 
-def _against_targets(training: Numbers, live: Numbers) -> tuple[Float[np.ndarray, " d"], ...]:
-    """Return the offset of each state from its target, how much it varies, and both limits.
+def _against_targets(
+    training: Numbers, live: Numbers, every: int
+) -> tuple[Float[np.ndarray, " d"], ...]:
+    """Return the offset of each state from its target, from where on it counts, how much the
+    difference varies, and from where on that counts.
 
-    NaN where a state does not follow a target in training.
+    NaN where a state does not follow a target in training, or is not seen `every` so many frames.
     """
     ours, theirs = (one.after_targets(training) for one in (training, live))
-    if not len(ours) or not len(theirs):
+    # How far a state is behind depends on the moment of the task.
+    seen = ours[training.pairs_seen(every)]
+    if not len(seen) or not len(theirs):
         unknown = np.full(len(training.names), np.nan)
         return (unknown,) * 4
     episodes = training.episode_medians(ours)
     limit = np.maximum(
-        np.maximum(_OFFSET_SPREADS * ours.std(0), _OFFSET_EPISODES * episodes.std(0)),
-        training.noise,
+        _OFFSET_SPREADS * np.maximum(ours.std(0), seen.std(0)),
+        np.maximum(_OFFSET_EPISODES * episodes.std(0), training.noise),
     )
-    away = theirs - np.median(ours, 0)
+    away = theirs - np.median(seen, 0)
     offset = np.median(away, 0)
     is_steady = np.mean(away * np.sign(offset) > limit / 2, axis=0) >= _OFFSET_SHARE
     offset = np.where(is_steady, offset, 0.0)
@@ -315,13 +328,13 @@ def _nearest_step(
 
 
 def _unreached(
-    training: Numbers, live: Numbers, every: int
+    training: Numbers, live: Numbers, seen: Sequence[Float[np.ndarray, "m d"]]
 ) -> tuple[Float[np.ndarray, " d"], Float[np.ndarray, " d"]]:
     """Return `Dimension.unreached`; 0 if all live episodes are too short to come so far."""
     if live.lengths().max() < _LONG_ENOUGH * np.median(training.lengths()):
         nothing = np.zeros(len(training.names))
         return nothing, nothing
-    lows, highs = training.reached(every)
+    lows, highs = np.stack([one.min(0) for one in seen]), np.stack([one.max(0) for one in seen])
     width = np.maximum(np.ptp(training.states, axis=0), training.noise)
     below = (live.states.min(0) - lows.max(0)) / width
     above = (highs.min(0) - live.states.max(0)) / width
