@@ -232,7 +232,7 @@ def _effects(
             for number, name in rows.items()
         ]
     if found.spread is not None:
-        spread = (tag("span", f"{one:.2g}") for one in found.spread.mean(0))
+        spread = (tag("span", f"{one:.1g}") for one in found.spread.mean(0))
         body.append([tag("b", "Noise", class_="group")])
         body.append(["one spread, in the robot's units", "", *spread])
     return table(["", "all", *names], body, class_="effects")
