@@ -25,6 +25,13 @@ FRONT, WRIST = tiny.MODEL.cameras
 Trained = Callable[[tiny.Fault | None], tuple[Policy, Frames]]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _shapes_are_not_checked(shapes_checked):
+    """Other tests check them; here they would take half of the time."""
+    with shapes_checked(False):
+        yield
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Trained:
     """The policy that was trained on a data set with a fault, and that data set."""

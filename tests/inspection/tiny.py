@@ -179,6 +179,7 @@ def train(data: Path, folder: Path, steps: int = 240) -> Path:
         batch_size=8,
         noise_draws=8,
         num_workers=0,
+        cache_frames=True,
         num_train_steps=steps,
         log_interval=100,
         save_interval=1_000_000,
