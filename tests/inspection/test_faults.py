@@ -40,7 +40,10 @@ def trained(tmp_path_factory) -> Trained:
     def build(fault: tiny.Fault | None) -> tuple[Policy, Frames]:
         folder = tmp_path_factory.mktemp("policy")
         data = tiny.record(folder / "data", fault)
-        policy = load_policy(tiny.train(data, folder))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PISTON_HOME", str(folder / "home"))
+            checkpoint = tiny.train(data, folder)
+        policy = load_policy(checkpoint)
         return policy, Frames.open(policy, data)
 
     return build
