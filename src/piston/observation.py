@@ -24,6 +24,8 @@ _TOKEN_DTYPES = {
     "tokenized_prompt_mask": torch.bool,
     "token_ar_mask": None,
     "token_loss_mask": torch.bool,
+    "token_hidden_mask": torch.bool,
+    "writes_text": torch.bool,
 }
 
 
@@ -32,8 +34,14 @@ class Observation:
     """One batch of images, states and prompts.
 
     Images stay uint8 until they are on the device; a float image is already in [−1, 1].
-    A camera whose mask is False is absent for that sample. The token masks exist for π0-FAST only.
+    A camera whose mask is False is absent for that sample.
     Masks may stay on the CPU: models turn them into indices there, without waiting for the device.
+
+    For a model that writes tokens the prompt includes those that it has to learn or that are given:
+    `token_ar_mask` has a 1 where a token attends only to those before it, `token_loss_mask` marks
+    what has to be learned, `token_hidden_mask` what an action expert does not attend to.
+    `writes_text` says which samples write their response text themselves; without it these are all
+    samples without one.
     """
 
     images: dict[str, Image]
@@ -43,6 +51,8 @@ class Observation:
     tokenized_prompt_mask: Bool[Tensor, "b l"] | None = None
     token_ar_mask: Int[Tensor, "b l"] | None = None
     token_loss_mask: Bool[Tensor, "b l"] | None = None
+    token_hidden_mask: Bool[Tensor, "b l"] | None = None
+    writes_text: Bool[Tensor, " b"] | None = None
 
     def __post_init__(self) -> None:
         if self.images.keys() != self.image_masks.keys():

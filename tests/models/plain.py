@@ -38,6 +38,70 @@ def velocity(model: Pi0, observation: Observation, noisy: Tensor, time: Tensor) 
     return model.suffix.action_out(outputs[1][:, -horizon:])
 
 
+def language_losses(
+    model: Pi0, observation: Observation, actions: Tensor, noise: Tensor, time: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The squared error of the velocity (b, h, a) and the cross-entropy (b) of written tokens.
+
+    One attention over images, prompt, text, FAST tokens and suffix, with a mask that is drawn
+    token by token. What `insulate` detaches is left to the test.
+    """
+    t = time[:, None, None]
+    outputs = with_language(model, observation, t * noise + (1 - t) * actions, time)
+    horizon = model.config.action_horizon
+    velocity = model.suffix.action_out(outputs[1][:, -horizon:])
+    words, learned = observation.tokenized_prompt.long(), observation.token_loss_mask
+    losses = []
+    for row in range(len(words)):
+        found = []
+        for place in range(1, words.shape[1]):
+            if learned[row, place]:
+                before = outputs[0][row, outputs[0].shape[1] - words.shape[1] + place - 1]
+                logits = before @ model.vlm.embedding.weight.T
+                found.append(logits.logsumexp(0) - logits[words[row, place]])
+        losses.append(torch.stack(found).mean() if found else outputs[0].new_zeros(()))
+    return (velocity - (noise - actions)).square(), torch.stack(losses)
+
+
+def with_language(
+    model: Pi0, observation: Observation, noisy: Tensor, time: Tensor
+) -> list[Tensor]:
+    """The outputs of both experts for padded rows whose prompt includes text and FAST tokens."""
+    prefix, valid = embed_padded(model, observation)
+    suffix, condition = _suffix(model, observation.state, noisy, time)
+    prefix, suffix = prefix.to(noisy.dtype), suffix.to(noisy.dtype)
+    batch, size, more = len(prefix), prefix.shape[1], suffix.shape[1]
+    images = size - observation.tokenized_prompt.shape[1]
+    mask = torch.zeros(batch, size + more, size + more, dtype=torch.bool)
+    positions = torch.zeros(batch, size + more, dtype=torch.long)
+    for row in range(batch):
+        kinds = ["image"] * images
+        for place in range(size - images):
+            is_hidden = bool(observation.token_hidden_mask[row, place])
+            is_causal = bool(observation.token_ar_mask[row, place])
+            kinds.append("hidden" if is_hidden else "text" if is_causal else "prompt")
+        kinds += ["state"] * (more - model.config.action_horizon)
+        kinds += ["action"] * model.config.action_horizon
+        is_there = [*valid[row].tolist(), *[True] * more]
+        for i, one in enumerate(kinds):
+            for j, other in enumerate(kinds):
+                if one in ("image", "prompt"):
+                    sees = other in ("image", "prompt")
+                elif one in ("text", "hidden"):
+                    sees = j <= i and other not in ("state", "action")
+                elif one == "state":
+                    sees = other not in ("hidden", "action")
+                else:
+                    sees = other != "hidden"
+                mask[row, i, j] = sees and is_there[j]
+        for i, one in enumerate(kinds):
+            skipped = {"hidden"} if one in ("state", "action") else set()
+            positions[row, i] = sum(is_there[j] and kinds[j] not in skipped for j in range(i))
+    return transformer(
+        [model.vlm, model.action_expert], [prefix, suffix], [None, condition], mask, positions
+    )
+
+
 def sample(model: Pi0, observation: Observation, noise: Tensor, num_steps: int) -> Tensor:
     x = noise
     for step in range(num_steps):
@@ -88,6 +152,7 @@ def embed_padded(model: Pi0 | Pi0FAST, observation: Observation) -> tuple[Tensor
     tokens, valid = [], []
     for camera in model.config.cameras:
         image = model.vision(observation.images[camera], torch.float32)
+        image = image.to(model.vlm.embedding.weight.dtype)
         tokens.append(image)
         valid.append(observation.image_masks[camera][:, None].expand(image.shape[:2]))
     if observation.tokenized_prompt is not None:
@@ -106,14 +171,14 @@ def _suffix(model: Pi0, state: Tensor, noisy: Tensor, time: Tensor) -> tuple[Ten
     part, width = model.suffix, model.config.action_expert.width
     fraction = torch.linspace(0, 1, width // 2, dtype=torch.float64)
     angle = 2 * math.pi * time.double()[:, None] / (4e-3 * 1000**fraction)
-    embedded = torch.cat((angle.sin(), angle.cos()), -1).float()
+    embedded = torch.cat((angle.sin(), angle.cos()), -1).to(noisy.dtype)
     actions = part.action_in(noisy)
     swish = torch.nn.functional.silu
     if model.config.pi05:
         return actions, swish(part.time_out(swish(part.time_in(embedded))))
     both = torch.cat((actions, embedded[:, None].expand_as(actions)), -1)
     actions = part.time_action_out(swish(part.time_action_in(both)))
-    return torch.cat((part.state(state)[:, None], actions), 1), None
+    return torch.cat((part.state(state.to(noisy.dtype))[:, None], actions), 1), None
 
 
 def transformer(

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from piston.models import precision
-from piston.models.autoregressive import choose
+from piston.models import language, precision
 from piston.models.precision import cast_for_inference
 
 from . import plain, tiny
@@ -81,10 +80,10 @@ def test_a_row_that_ended_goes_on_with_zeros_and_all_ended_stops(monkeypatch):
     observation = tiny.observe(model, [[True, True]] * 2, [5, 5])
     script = iter(torch.tensor([[7, 9], [1, 9], [8, 3], [4, 1], [5, 5]]))
 
-    def scripted(_):
+    def scripted(*_):
         return torch.nn.functional.one_hot(next(script), model.config.vocab_size).float()
 
-    monkeypatch.setattr(model, "logits", scripted)
+    monkeypatch.setattr(language, "token_logits", scripted)
     tokens = model.act(observation, num_steps=5)
     assert tokens.tolist() == [[7, 1, 0, 0], [9, 9, 3, 1]]
 
@@ -100,9 +99,9 @@ def test_the_configured_number_of_steps_is_the_default():
 def test_temperature_samples_the_softmax():
     logits = torch.tensor([[0.0, 1.0, 2.0]]).repeat(20_000, 1)
     generator = torch.Generator().manual_seed(0)
-    counts = choose(logits, 0.5, generator).bincount(minlength=3) / len(logits)
+    counts = language.choose_token(logits, 0.5, generator).bincount(minlength=3) / len(logits)
     assert_close(counts, (logits[0] / 0.5).softmax(-1), atol=0.01, rtol=0)
-    assert choose(logits, 0.0, None).unique().tolist() == [2]
+    assert language.choose_token(logits, 0.0, None).unique().tolist() == [2]
 
 
 def test_temperature_is_reproducible():
@@ -123,7 +122,7 @@ def test_bfloat16_logits_are_not_rounded_to_bfloat16(held, monkeypatch):
     cast_for_inference(model, held)
     monkeypatch.setattr(precision, "_MAX_CONVERTED_NUMBERS", 7 * 20)  # several pieces, one uneven
     output = torch.randn(3, model.config.vlm.width).bfloat16()
-    found = model.logits(output)
+    found = language.token_logits(model.vlm, output)
     assert found.dtype == torch.float32
     exact = output.double() @ model.vlm.embedding.weight.double().T
     assert_close(found.double(), exact, atol=1e-6, rtol=1e-5)  # bfloat16 would be off by 2⁻⁹

@@ -75,7 +75,7 @@ def test_draws_share_a_prefix_and_equal_separate_losses(pi05, monkeypatch):
     for name, gradient in gradients(model, together).items():
         if gradient is not None:
             assert_close(gradient, expected_gradients[name], atol=1e-5, rtol=1e-3, msg=name)
-    error = model.velocity_error(observation, actions, noise, time)
+    error = model.velocity_error(model.prefill(observation), actions, noise, time)
     assert error.shape == noise.shape
     close(error.mean(-1), together)
     with torch.no_grad():
@@ -93,7 +93,9 @@ def test_shapes_of_drawn_losses():
 
     for num_draws in (1, 3):
         draws = model.draw(2, num_draws, seeded())
-        error = model.velocity_error(observation, actions, draws["noise"], draws["time"])
+        error = model.velocity_error(
+            model.prefill(observation), actions, draws["noise"], draws["time"]
+        )
         assert error.shape == (2, num_draws, 4, 5)
         assert torch.equal(losses(num_draws), error.mean(1))
     assert torch.equal(losses(2), losses(2))

@@ -31,14 +31,12 @@ def test_block_mask_by_its_definition(valid, data):
 @given(lengths=st.lists(st.integers(0, 5), min_size=1, max_size=4), suffix=st.integers(1, 4))
 def test_suffix_mask_is_the_tail_of_the_block_mask(lengths, suffix):
     starts = torch.arange(suffix) < 2
-    found = masks.suffix_mask(torch.tensor(lengths), 5, starts)
+    found = masks.suffix_mask(masks.left_aligned(torch.tensor(lengths), 5), starts)
     valid = [[i < n for i in range(5)] + [True] * suffix for n in lengths]
     whole = masks.block_mask(
         torch.tensor(valid), torch.cat((torch.zeros(5, dtype=torch.bool), starts))[None]
     )
     assert torch.equal(found, whole[:, 5:])
-    full = masks.suffix_mask(None, 5, starts)
-    assert torch.equal(full, masks.suffix_mask(torch.tensor([5]), 5, starts))
 
 
 @given(valid=rows.filter(lambda rows: any(map(any, rows))))

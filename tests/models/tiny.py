@@ -102,7 +102,9 @@ def loss(
 ) -> Tensor:
     """The mean squared error per sample (and draw, if time has that axis) and step."""
     if time.ndim == 1:
-        error = model.velocity_error(observation, actions, noise[:, None], time[:, None])[:, 0]
+        error = model.velocity_error(
+            model.prefill(observation), actions, noise[:, None], time[:, None]
+        )[:, 0]
     else:
-        error = model.velocity_error(observation, actions, noise, time)
+        error = model.velocity_error(model.prefill(observation), actions, noise, time)
     return error.mean(-1)

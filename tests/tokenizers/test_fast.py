@@ -60,6 +60,26 @@ def test_fitted_reconstructs_within_rounding(fitted: FASTTokenizer) -> None:
         assert len(codes) < chunk.size
 
 
+def test_the_built_in_tokenizer_needs_no_file(caplog: pytest.LogCaptureFixture) -> None:
+    built_in = FASTTokenizer("bytes")
+    assert built_in.vocab_size == 256
+    assert pickle.loads(pickle.dumps(built_in)) == built_in
+    for horizon, dim in ((1, 1), (HORIZON, DIM), (50, 14)):
+        chunk = np.random.default_rng(horizon).uniform(-1, 1, (horizon, dim))
+        codes = built_in.encode(chunk)
+        assert len(codes) == chunk.size  # a byte per coefficient
+        decoded = built_in.decode(codes, horizon, dim)
+        assert np.linalg.norm(decoded - chunk, axis=0).max() <= 0.05 * np.sqrt(horizon) + 1e-9
+    # A coefficient above the usual size takes two codes; one below all is clipped.
+    large = np.array([[9.0], [9.0]])
+    assert len(built_in.encode(large)) == 3
+    np.testing.assert_allclose(built_in.decode(built_in.encode(large), 2, 1), large, atol=0.1)
+    assert not caplog.records
+    low = built_in.decode(built_in.encode(-large), 2, 1)
+    assert "is -127, outside -64 …" in caplog.text
+    np.testing.assert_allclose(low, -6.4 / np.sqrt(2), atol=0.05)
+
+
 def test_fit_is_for_any_shape_and_repeats() -> None:
     chunks = smooth_chunks(24, HORIZON, DIM)
     batched = FASTTokenizer.fit(chunks.reshape(2, 3, 4, HORIZON, DIM), vocab_size=300)

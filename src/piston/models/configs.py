@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -21,6 +22,7 @@ from piston.tokenizers.fast import PUBLIC_FAST
 
 Dtype = Literal["float32", "bfloat16"]
 TokenizerName = Literal["paligemma", "bytes"]
+Target = Literal["text", "fast"]
 
 _FLOW_CAMERAS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
 _FAST_CAMERAS = ("base_0_rgb", "base_1_rgb", "wrist_0_rgb")
@@ -242,7 +244,7 @@ class ModelConfig(abc.ABC):
 
     def __post_init__(self) -> None:
         counts = ("action_dim", "action_horizon", "prompt_length", "vocab_size", "image_size")
-        for name in (*counts, "max_decoding_steps"):
+        for name in (*counts, "max_decoding_steps", "max_text_len", "max_fast_len"):
             if not 1 <= (count := getattr(self, name, 1)) <= _MAX_COUNT:
                 found = reprlib.repr(count)
                 raise ValueError(
@@ -278,6 +280,8 @@ class ModelConfig(abc.ABC):
 
     # Whether actions are denoised by a flow; otherwise they are written as tokens.
     denoises: ClassVar[bool] = True
+    # What a flow model learns to write besides.
+    targets: ClassVar[tuple[Target, ...]] = ()
     # Whether the family is trained on randomly changed images.
     uses_augmentation: ClassVar[bool] = True
     # An absent camera is masked out (True), or shown to the model as a black image.
@@ -285,7 +289,7 @@ class ModelConfig(abc.ABC):
 
     @property
     def action_tokenizer(self) -> str | None:
-        """Location of the tokenizer of a model that writes actions as tokens; None for others."""
+        """Location of the tokenizer of a model that learns actions as tokens; None for others."""
         return None
 
     @property
@@ -309,9 +313,38 @@ class Pi0Config(ModelConfig):
     pi05: bool = False
     # Write the state into the prompt as numbers. None: as the family does (π0.5 yes, π0 no).
     discrete_state_input: bool | None = None
+    # What the VLM learns to write behind the prompt: `text` (subtasks, answers to questions) and
+    # `fast` (the actions as FAST tokens, in training only). None of them: as openpi's models.
+    targets: tuple[Target, ...] = ()  # type: ignore[misc]
+    # The action expert reads detached keys and values, so that the flow loss does not train the
+    # VLM (knowledge insulation).
+    insulate: bool = False
+    # Weight of the loss of the written tokens; that of the flow loss is 1.
+    token_loss_weight: float = 1.0
+    # Tokens kept for the response text and for the FAST tokens.
+    max_text_len: int = 52
+    max_fast_len: int = 256
+    # Where the FAST action tokenizer's files are (a folder or a location); None: the public one.
+    fast_tokenizer: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if len(set(self.targets)) < len(self.targets):
+            raise ValueError(f"model.targets names a target twice: {', '.join(self.targets)}.")
+        if not 0 < self.token_loss_weight < math.inf:
+            raise ValueError(
+                f"model.token_loss_weight must be a positive number, is {self.token_loss_weight}. "
+                "To train without these tokens, leave model.targets empty."
+            )
+        if self.insulate and not self.targets:
+            raise ValueError(
+                "With model.insulate and without model.targets nothing would train the VLM. Set "
+                "model.targets to fast, text or both, or freeze the VLM: --freeze 'vlm.*'"
+            )
+        if self.fast_tokenizer is not None and "fast" not in self.targets:
+            raise ValueError(
+                "model.fast_tokenizer would do nothing: model.targets does not name fast."
+            )
         for name in ("depth", "num_heads", "num_kv_heads", "head_dim"):
             ours, theirs = getattr(self.vlm, name), getattr(self.action_expert, name)
             if ours != theirs:
@@ -332,6 +365,10 @@ class Pi0Config(ModelConfig):
     @property
     def state_in_prompt(self) -> bool:
         return self.pi05 if self.discrete_state_input is None else self.discrete_state_input
+
+    @property
+    def action_tokenizer(self) -> str | None:
+        return (self.fast_tokenizer or PUBLIC_FAST) if "fast" in self.targets else None
 
 
 @register("pi0_fast")

@@ -6,9 +6,16 @@ step of the integrator or once per draw of noise in training.
 
     x_t = t · noise + (1 − t) · actions        velocity = noise − actions        t: 1 noise, 0 data
 
-π0 and π0.5 differ in the suffix only: `TokenSuffix` gives the state a token and mixes time into
-every action token; `AdaptiveSuffix` has action tokens only and hands time to the expert's norms.
-Both are small and stay in float32.
+π0 and π0.5 differ in the suffix only (see `suffix`).
+
+With `config.targets` the VLM also learns to write: a response text, which becomes part of the
+prefix, and the actions as FAST tokens, which the action expert never attends to:
+
+                         images prompt text FAST state actions
+    text                   ■      ■     ◣    ·     ·      ·     cross-entropy
+    FAST                   ■      ■     ■    ◣     ·      ·     cross-entropy
+    state, actions         ■      ■     ■    ·     ■      ■     flow; with `insulate` the keys and
+                                                                values of the rest are detached
 
 Dims: b batch, n noise draws or candidates, h horizon, a action dim, s suffix tokens, d width,
 k times.
@@ -17,90 +24,21 @@ k times.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
-from torch import Tensor, nn
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
 
-from piston.models import masks
+from piston.models import language, masks
 from piston.models.configs import Pi0Config
-from piston.models.gemma import Expert, KVCache, Mask, Rope
+from piston.models.gemma import Expert, KVCache, Mask, Rope, Tokens
 from piston.models.integrator import integrate
 from piston.models.masks import TokenGroup
-from piston.models.model import ActOptions, Model
+from piston.models.model import ActOptions, Model, Prefix, Response
+from piston.models.suffix import AdaptiveSuffix, TokenSuffix
 from piston.observation import Actions, Observation
-
-_MIN_PERIOD, _MAX_PERIOD = 4e-3, 4.0
-
-
-def embed_time(time: Float[Tensor, " k"], width: int) -> Float[Tensor, "k d"]:
-    """Return sines, then cosines, of time with geometrically spaced periods."""
-    # float64: with a period of 4e-3, float32 angles would already cost four digits.
-    fraction = torch.linspace(0, 1, width // 2, dtype=torch.float64, device=time.device)
-    period = _MIN_PERIOD * (_MAX_PERIOD / _MIN_PERIOD) ** fraction
-    angle = 2 * math.pi * time.double()[:, None] / period
-    return torch.cat((angle.sin(), angle.cos()), dim=-1).float()
-
-
-class TokenSuffix(nn.Module):
-    """π0: one state token, then the actions, each mixed with time."""
-
-    # Whether the state is a token, and a block of the attention mask, before the actions.
-    has_state = True
-
-    def __init__(self, config: Pi0Config) -> None:
-        super().__init__()
-        self.width = config.action_expert.width
-        self.state = nn.Linear(config.action_dim, self.width)
-        self.action_in = nn.Linear(config.action_dim, self.width)
-        self.time_action_in = nn.Linear(2 * self.width, self.width)
-        self.time_action_out = nn.Linear(self.width, self.width)
-        self.action_out = nn.Linear(self.width, config.action_dim)
-
-    def condition(self, time: Float[Tensor, " k"]) -> Float[Tensor, "k d"]:
-        """Return the part of `time_action_in` that depends on time alone."""
-        weight = self.time_action_in.weight[:, self.width :]
-        return nn.functional.linear(embed_time(time, self.width), weight, self.time_action_in.bias)
-
-    def tokens(
-        self,
-        state: Float[Tensor, "b a"],
-        noisy_actions: Float[Tensor, "b h a"],
-        condition: Float[Tensor, "#b d"],
-    ) -> Float[Tensor, "b s d"]:
-        weight = self.time_action_in.weight[:, : self.width]
-        mixed = nn.functional.linear(self.action_in(noisy_actions), weight) + condition[:, None]
-        actions = self.time_action_out(nn.functional.silu(mixed))
-        return torch.cat((self.state(state)[:, None], actions), dim=1)
-
-
-class AdaptiveSuffix(nn.Module):
-    """π0.5: the actions alone; the state is in the prompt, and time conditions the norms."""
-
-    has_state = False
-
-    def __init__(self, config: Pi0Config) -> None:
-        super().__init__()
-        self.width = config.action_expert.width
-        self.action_in = nn.Linear(config.action_dim, self.width)
-        self.time_in = nn.Linear(self.width, self.width)
-        self.time_out = nn.Linear(self.width, self.width)
-        self.action_out = nn.Linear(self.width, config.action_dim)
-
-    def condition(self, time: Float[Tensor, " k"]) -> Float[Tensor, "k d"]:
-        hidden = nn.functional.silu(self.time_in(embed_time(time, self.width)))
-        return nn.functional.silu(self.time_out(hidden))
-
-    def tokens(
-        self,
-        state: Float[Tensor, "b _"],  # noqa: ARG002
-        noisy_actions: Float[Tensor, "b h a"],
-        condition: Float[Tensor, "#b d"],  # noqa: ARG002
-    ) -> Float[Tensor, "b s d"]:
-        return self.action_in(noisy_actions)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,20 +109,32 @@ class Pi0(Model):
     def training_losses(
         self, observation: Observation, actions: Tensor | None, draws: Mapping[str, Tensor]
     ) -> dict[str, Float[Tensor, " b"] | Float[Tensor, "b h a"]]:
-        """Return `velocity`: the squared error of every number of the velocity."""
+        """Return `velocity`: the squared error of every number of the velocity.
+
+        Of a model with targets also `tokens`: the weighted cross-entropy of what it has to write.
+        """
         if actions is None:
             raise ValueError(f"The loss of {self.config.family} needs actions; there are none.")
-        error = self.velocity_error(observation, actions, draws["noise"], draws["time"])
-        return {"velocity": error.mean(1)}
+        losses: dict[str, Float[Tensor, " b"] | Float[Tensor, "b h a"]] = {}
+        if self.config.targets:
+            prefix, inputs = self._inputs(observation)
+            output, caches = self.vlm(*inputs)
+            loss = language.next_token_loss(self.vlm, output, prefix.packing, observation)
+            losses["tokens"] = self.config.token_loss_weight * loss
+            cache = self._behind(prefix, caches, observation.state)
+        else:
+            cache = self.prefill(observation)
+        error = self.velocity_error(cache, actions, draws["noise"], draws["time"])
+        return {"velocity": error.mean(1), **losses}
 
     def velocity_error(
-        self, observation: Observation, actions: Tensor, noise: Tensor, time: Tensor
+        self, cache: PrefixCache, actions: Tensor, noise: Tensor, time: Tensor
     ) -> Float[Tensor, "b n h a"]:
         """Return the squared error of the velocity for several draws that share one prefix.
 
         `noise` has shape (b, n, h, a) and `time` (b, n).
         """
-        batch = observation.batch_size
+        batch = len(cache.state)
         self._check_chunk("actions", actions, (batch,))
         self._check_chunk("noise", noise, (batch, *noise.shape[1:2]))
         if time.shape != noise.shape[:2]:
@@ -194,16 +144,16 @@ class Pi0(Model):
             )
         t = time[:, :, None, None]
         noisy_actions = t * noise + (1 - t) * actions[:, None]
-        cache = self.prefill(observation)
         if time.shape[1] > 1:
             cache = cache.repeat(time.shape[1])
         velocity = self.velocity(noisy_actions.flatten(0, 1), time.flatten(), cache)
         return (velocity.view(noise.shape) - (noise - actions[:, None])).square()
 
-    def act_with(
-        self, observation: Observation, options: ActOptions
-    ) -> Actions | Float[Tensor, "b n h a"]:
-        """Integrate the velocity from noise to actions, in 10 steps by default."""
+    def act_with(self, observation: Observation, options: ActOptions) -> Response:
+        """Write the response text, if the model has one, and integrate from noise to actions.
+
+        There are 10 steps by default.
+        """
         if options.temperature:
             raise ValueError(f"{self.config.family} decodes no tokens: it can use no temperature.")
         noise, batch = options.noise, observation.batch_size
@@ -212,13 +162,44 @@ class Pi0(Model):
             noise = drawn[:, 0].to(observation.device)
         candidates = noise.shape[1:-2]
         self._check_chunk("noise", noise, (batch, *candidates))
-        cache = self.prefill(observation)
+        cache, text = self.respond(observation)
         if candidates:
             cache, guidance = cache.repeat(candidates[0]), options.guidance
             repeated = None if guidance is None else guidance.repeat(candidates[0])
             options = dataclasses.replace(options, guidance=repeated)
         start = noise.flatten(0, 1) if candidates else noise
-        return self.denoise(cache, start, options).view(noise.shape)
+        return Response(self.denoise(cache, start, options).view(noise.shape), text)
+
+    def respond(self, observation: Observation) -> tuple[PrefixCache, Int[Tensor, "b n"] | None]:
+        """Process images and prompt, and let the samples that have to write their response text.
+
+        Return all that the suffix needs, and the tokens of the text; None if nobody had to write.
+        """
+        writes = self._writes_text(observation)
+        if writes is None:
+            return self.prefill(observation), None
+        limit, suffix = self.config.max_text_len, len(self.starts_block(observation.device))
+        prefix, inputs = self._inputs(observation, limit + suffix)
+        output, caches = self.vlm(*inputs)
+        last = language.last_outputs(output, prefix.packing)
+        written = language.write(
+            *(self.vlm, last, caches, prefix.packing, limit),
+            dtype=self.compute_dtype,
+            ended=~writes.to(observation.device),
+        )
+        state, visible = observation.state, written.visible
+        return self._suffix_inputs(written.caches, state, visible.shape[1], visible), written.tokens
+
+    def _writes_text(self, observation: Observation) -> Bool[Tensor, " b"] | None:
+        """Return which samples write their text themselves; None if no sample does."""
+        if "text" not in self.config.targets:
+            return None
+        writes, given = observation.writes_text, observation.token_ar_mask
+        if writes is None:
+            if given is None:
+                return torch.ones(observation.batch_size, dtype=torch.bool)
+            writes = ~given.bool().any(1)
+        return writes if bool(writes.any()) else None
 
     def denoise(
         self, cache: PrefixCache, noise: Float[Tensor, "b h a"], options: ActOptions
@@ -234,25 +215,58 @@ class Pi0(Model):
         return integrate(velocity, noise, num_steps, options.guidance, visit)
 
     def prefill(self, observation: Observation) -> PrefixCache:
-        """Run images and prompt through the VLM; the cache has room for the suffix behind them."""
+        """Run images, prompt and given text through the VLM; nothing is written.
+
+        The cache has room for the suffix behind them.
+        """
+        prefix, inputs = self._inputs(observation, len(self.starts_block(observation.device)))
+        return self._behind(prefix, self.vlm.prefill(*inputs), observation.state)
+
+    def _inputs(
+        self, observation: Observation, room: int = 0
+    ) -> tuple[Prefix, tuple[Tokens, list[KVCache], Rope, Mask]]:
+        """Return the prefix and what the VLM needs, with room for more tokens in the caches."""
         state, width = observation.state, self.config.action_dim
         if self.suffix.has_state and state.shape[1:] != (width,):
             raise ValueError(
                 f"state has shape {tuple(state.shape)}, expected (batch, {width}): π0 reads a "
                 "state as wide as its actions. Pad it with zeros."
             )
-        prefix, starts_block = self.embed_prefix(observation), self.starts_block(state.device)
-        size, lengths = prefix.packing.size, prefix.packing.lengths
-        # In training the suffix's keys carry gradients and are kept in longer caches of their own.
-        room = 0 if torch.is_grad_enabled() else size + len(starts_block)
-        caches = self.vlm.prefill(*self.vlm_inputs(prefix, room))
+        prefix = self.embed_prefix(observation)
+        mask = language.causal_mask(prefix.packing, observation.token_ar_mask)
+        # In training later keys carry gradients and are kept in longer caches of their own.
+        capacity = 0 if torch.is_grad_enabled() else prefix.packing.size + room
+        return prefix, self.vlm_inputs(prefix, capacity, mask=mask)
 
-        behind = size if lengths is None else lengths[:, None]
+    def _behind(
+        self, prefix: Prefix, caches: list[KVCache], state: Float[Tensor, "b _"]
+    ) -> PrefixCache:
+        """Return what the suffix needs of a prefix: without tokens that are hidden from it."""
+        packing, visible = prefix.packing, prefix.visible
+        if visible is None:
+            visible = masks.Lengths(packing.size, packing.lengths)
+        detached = self.config.insulate and torch.is_grad_enabled()
+        if detached or visible.longest < packing.size:
+            caches = [cache.first(visible.longest, detached=detached) for cache in caches]
+        return self._suffix_inputs(caches, state, visible.longest, visible.mask())
+
+    def _suffix_inputs(
+        self,
+        caches: list[KVCache],
+        state: Float[Tensor, "b _"],
+        size: int,
+        visible: Bool[Tensor, "b s"] | None,
+    ) -> PrefixCache:
+        """Return what the suffix needs, given the cached tokens that it attends to; None: all."""
+        starts_block = self.starts_block(state.device)
+        behind = size if visible is None else visible.sum(1)[:, None]
         steps = torch.arange(len(starts_block), device=state.device)[None]
         rope = Rope.at(behind + steps, self.config.vlm.head_dim)
         mask = None
-        if self.suffix.has_state or lengths is not None:
-            mask = masks.suffix_mask(lengths, size, starts_block)
+        if visible is not None:
+            mask = masks.suffix_mask(visible, starts_block)
+        elif self.suffix.has_state:
+            mask = masks.suffix_mask(starts_block.new_ones(1, size), starts_block)
         return PrefixCache(caches, state.float(), rope, mask)
 
     def starts_block(self, device: torch.device) -> Bool[Tensor, " s"]:
@@ -276,9 +290,8 @@ class Pi0(Model):
 
     def prefix_output(self, observation: Observation) -> Float[Tensor, "b t d"]:
         """Return the VLM's output per token of the padded prefix; only for verification."""
-        prefix = self.embed_prefix(observation)
-        output, _ = self.vlm(*self.vlm_inputs(prefix, capacity=0))
-        return prefix.packing.unpack(output)
+        prefix, inputs = self._inputs(observation)
+        return prefix.packing.unpack(self.vlm(*inputs)[0])
 
     def suffix_output(
         self, noisy_actions: Tensor, time: Tensor | Condition, cache: PrefixCache
@@ -297,7 +310,12 @@ class Pi0(Model):
         return self.action_expert(tokens, *parts)[0]
 
     def unused_parameters(self) -> list[str]:
-        """Return the names of the tail of the VLM's last layer, which no action depends on."""
+        """Return the names of the tail of the VLM's last layer, which no action depends on.
+
+        A model that writes tokens uses all of them.
+        """
+        if self.config.targets:
+            return []
         last = f"vlm.layers.{self.config.vlm.depth - 1}."
         tail = (
             *(last + part for part in ("attention.query", "attention.output", "mlp_norm", "mlp")),
@@ -307,6 +325,9 @@ class Pi0(Model):
 
     def token_groups(self) -> list[TokenGroup]:
         groups = super().token_groups()
+        if "text" in self.config.targets:
+            source = "prefix, written by the model or given"
+            groups.append(TokenGroup("text", self.config.max_text_len, source, True, True))
         if self.suffix.has_state:
             groups.append(TokenGroup("state", 1, "suffix", starts_block=True))
         horizon, source = self.config.action_horizon, "suffix, one per step of the chunk"

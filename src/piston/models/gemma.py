@@ -89,6 +89,13 @@ class KVCache:
     def read(self) -> tuple[Float[Tensor, "b k s e"], Float[Tensor, "b k s e"]]:
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
+    def first(self, length: int, *, detached: bool = False) -> KVCache:
+        """Return a cache of the first tokens, without room; `detached` stops gradients to them."""
+        keys, values = (part[:, :, :length] for part in (self.keys, self.values))
+        if detached:
+            keys, values = keys.detach(), values.detach()
+        return KVCache(keys, values, length)
+
     def repeat(self, times: int) -> KVCache:
         """Return a cache of every sample repeated `times` in a row, with the same room."""
         keys, values = (part.repeat_interleave(times, 0) for part in (self.keys, self.values))

@@ -32,6 +32,27 @@ from torch import Tensor
 from piston.observation import send
 
 
+class Lengths(NamedTuple):
+    """How many of the first tokens of each row count."""
+
+    longest: int
+    # None when all rows are as long as the longest, and nothing needs a mask.
+    each: Int[Tensor, " b"] | None
+
+    @classmethod
+    def of(cls, valid: Bool[Tensor, "b l"]) -> Lengths:
+        each = valid.sum(1)
+        shortest, longest = torch.stack((each.min(), each.max())).tolist()
+        return cls(longest, None if shortest == longest else each)
+
+    def to(self, device: torch.device) -> Lengths:
+        return Lengths(self.longest, None if self.each is None else send(self.each, device))
+
+    def mask(self) -> Bool[Tensor, "b t"] | None:
+        """Return the tokens that count; None if these are all."""
+        return None if self.each is None else left_aligned(self.each, self.longest)
+
+
 @dataclasses.dataclass(frozen=True)
 class Packing:
     """Where each token of the padded rows is in the packed ones."""
@@ -44,15 +65,14 @@ class Packing:
 
     @classmethod
     def of(cls, valid: Bool[Tensor, "b l"]) -> Packing:
-        lengths = valid.sum(1)
-        shortest, longest = torch.stack((lengths.min(), lengths.max())).tolist()
+        longest, lengths = Lengths.of(valid)
         if longest == 0:
             raise ValueError(
                 "The observation has no camera and no prompt in any sample: every image mask and "
                 "every prompt mask is False. Give at least one."
             )
         order = valid.byte().argsort(dim=1, descending=True, stable=True)
-        return cls(valid, order[:, :longest], None if shortest == longest else lengths)
+        return cls(valid, order[:, :longest], lengths)
 
     def to(self, device: torch.device) -> Packing:
         lengths = None if self.lengths is None else send(self.lengths, device)
@@ -93,15 +113,10 @@ def left_aligned(lengths: Int[Tensor, " b"], size: int) -> Bool[Tensor, "b t"]:
 
 
 def suffix_mask(
-    lengths: Int[Tensor, " b"] | None, prefix_size: int, starts_block: Bool[Tensor, " s"]
-) -> Bool[Tensor, "#b s t"]:
-    """Return what suffix tokens attend to in a left-aligned prefix and among themselves.
-
-    Without lengths every prefix is full and one mask serves all rows.
-    """
-    if lengths is None:
-        lengths = torch.full((1,), prefix_size, device=starts_block.device)
-    prefix = left_aligned(lengths, prefix_size)
+    prefix: Bool[Tensor, "b p"], starts_block: Bool[Tensor, " s"]
+) -> Bool[Tensor, "b s t"]:
+    """Return what suffix tokens attend to: which tokens of the prefix, and among themselves."""
+    prefix_size = prefix.shape[1]
     valid = torch.cat((prefix, prefix.new_ones(len(prefix), len(starts_block))), dim=1)
     starts = torch.cat((starts_block.new_zeros(prefix_size), starts_block))
     return block_mask(valid, starts[None])[:, prefix_size:]

@@ -31,6 +31,18 @@ class Prefix(NamedTuple):
 
     tokens: Tokens
     packing: masks.Packing
+    # The first tokens of each row, which an action expert may attend to; None: all of a row.
+    visible: masks.Lengths | None = None
+
+
+class Response(NamedTuple):
+    """What a model answers: actions, or the tokens that stand for them, and text if it wrote any.
+
+    A row of text ends with its end token and is filled up with zeros.
+    """
+
+    actions: Tensor
+    text: Int[Tensor, "b n"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,11 +117,11 @@ class Model(nn.Module, abc.ABC):
 
         `options` are those of `ActOptions`. The result has the shape of the noise, or (b, steps).
         """
-        return self.act_with(observation, ActOptions(noise, **options))
+        return self.act_with(observation, ActOptions(noise, **options)).actions
 
     @abc.abstractmethod
-    def act_with(self, observation: Observation, options: ActOptions) -> Tensor:
-        """Compute what `act` returns."""
+    def act_with(self, observation: Observation, options: ActOptions) -> Response:
+        """Compute what `act` returns, and the text that was written on the way."""
 
     @property
     def experts(self) -> dict[str, Expert]:
@@ -151,7 +163,11 @@ class Model(nn.Module, abc.ABC):
         present, images = self._present_images(observation)
         image_mask = present.repeat_interleave(self.vision.num_tokens, 1)
         valid = torch.cat((image_mask, words_mask), dim=1)
-        packing = masks.Packing.of(valid)
+        packing, visible = masks.Packing.of(valid), None
+        if observation.token_hidden_mask is not None:
+            shown = valid.clone()
+            shown[:, image_mask.shape[1] :] &= ~observation.token_hidden_mask
+            visible = masks.Lengths.of(shown).to(device)
 
         # Indices are computed where the masks are, so that nothing waits for the device.
         words = send(words_mask.flatten().nonzero()[:, 0], device)
@@ -163,7 +179,7 @@ class Model(nn.Module, abc.ABC):
         of_images, of_words = order.split([image_mask.numel(), words_mask.numel()])
         places = torch.cat((of_images.view_as(image_mask), of_words.view_as(words_mask)), dim=1)
         index = send(packing.pack(places.where(valid, 0)), device)
-        return Prefix(torch.cat(tokens)[index], packing.to(device))
+        return Prefix(torch.cat(tokens)[index], packing.to(device), visible)
 
     def _present_images(self, observation: Observation) -> tuple[Bool[Tensor, "b c"], Image]:
         """Return which sample has which camera, and the present images, sample by sample."""

@@ -33,6 +33,10 @@ logger = logging.getLogger(__name__)
 PUBLIC_FAST = "hf://physical-intelligence/fast"
 # The last ids of PaliGemma's vocabulary are `<seg>` pieces; action codes come before them.
 NUM_SKIPPED_IDS = 128
+# The text before the codes of a chunk.
+OPENING = "Action: "
+# The name of a tokenizer that is built in and needs no file: for small models.
+BUILT_IN = "bytes"
 
 # Characters from here on are halves of surrogate pairs, which UTF-8 cannot hold.
 _NUM_CHARACTERS = 0xD800
@@ -78,7 +82,10 @@ class FASTFiles:
 
 @dataclasses.dataclass(frozen=True)
 class FASTTokenizer:
-    """Chunks ↔ codes. `source` is a folder or location, read at first use, or the content."""
+    """Chunks ↔ codes. `source` is a folder or location, read at first use, or the content.
+
+    The source "bytes" is built in: one code per coefficient of usual size, as nothing was fitted.
+    """
 
     source: str | FASTFiles = PUBLIC_FAST
 
@@ -106,10 +113,7 @@ class FASTTokenizer:
         highest = max(int(c.max()) for c in coefficients)
         # Room below, since other data reach further than those fitted to.
         min_token = lowest - (highest - lowest) // 2 - 1
-        bpe = Tokenizer(models.BPE())
-        # Characters stand for numbers, so text is not split into words.
-        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        bpe.decoder = decoders.ByteLevel()
+        bpe = _byte_level()
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
             min_frequency=2,
@@ -182,6 +186,9 @@ class FASTTokenizer:
     def files(self) -> FASTFiles:
         if isinstance(self.source, FASTFiles):
             return self.source
+        if self.source == BUILT_IN:
+            # Coefficients from −64 to 63, almost all of normalised actions, are one byte each.
+            return FASTFiles(_byte_level().to_str(), scale=10, min_token=-64)
         return FASTFiles.read(resolve(self.source))
 
     @functools.cached_property
@@ -213,18 +220,19 @@ class FASTPrompt:
     ) -> tuple[list[int], list[int]]:
         """Return the ids of the prefix, and the ids of the chunk that the model must write."""
         prefix_ids = self.text.encode(prefix, bos=True)
-        if chunk is None:
-            return prefix_ids, []
+        return prefix_ids, [] if chunk is None else self.written(chunk)
+
+    def written(self, chunk: Float[np.ndarray, "h d"], opening: str = OPENING) -> list[int]:
+        """Return the ids of a chunk that a model must write."""
         codes = [self._first_id - code for code in self.fast.encode(chunk)]
-        opening, closing = map(self.text.encode, ("Action: ", "|"))
-        return prefix_ids, [*opening, *codes, *closing, self.text.eos_id]
+        return [*self.text.encode(opening), *codes, *self.text.encode("|"), self.text.eos_id]
 
     def decode(
         self, tokens: Sequence[int] | Int[np.ndarray, " n"], horizon: int, action_dim: int
     ) -> Float[np.ndarray, "h d"]:
         """Return the chunk in what the model wrote, or zeros and a warning if there is none."""
         ids = [int(token) for token in tokens]
-        opening, closing = map(self.text.encode, ("Action: ", "|"))
+        opening, closing = map(self.text.encode, (OPENING, "|"))
         start = _find(ids, opening)
         if start is None:
             _warn_malformed("no opening", f"no 'Action: ' in {len(ids)} tokens ({ids[:8]} …)")
@@ -255,6 +263,15 @@ class FASTPrompt:
                 f"{num_text_ids + num_codes + NUM_SKIPPED_IDS}, or fit a smaller FAST tokenizer."
             )
         return self.vocab_size - 1 - NUM_SKIPPED_IDS
+
+
+def _byte_level() -> Tokenizer:
+    """Return a BPE tokenizer that has a code for each byte and no merges yet."""
+    bpe = Tokenizer(models.BPE(vocab={byte: code for code, byte in enumerate(_BYTES)}, merges=[]))
+    # Characters stand for numbers, so text is not split into words.
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.decoder = decoders.ByteLevel()
+    return bpe
 
 
 @functools.lru_cache(maxsize=32)

@@ -19,7 +19,7 @@ from piston.suggestions import did_you_mean
 Data = dict[str, Any]
 
 # Keys of a sample rather than of a robot: they are kept whatever keys a robot has.
-ALWAYS_KEPT = ("prompt", "action_is_pad")
+ALWAYS_KEPT = ("prompt", "subtask", "question", "answer", "action_is_pad")
 
 
 @runtime_checkable
@@ -113,7 +113,7 @@ class RepackTransform:
     """Return a dictionary in the shape of `structure`, whose leaves name keys of the data.
 
     A leaf is a key (`"observation.state"`) or the path to a nested one (`"images/top"`). Other keys
-    are dropped, except the prompt and the padding mask of the actions.
+    are dropped, except texts (the prompt and the like) and the padding mask of the actions.
     """
 
     structure: Mapping[str, Any]

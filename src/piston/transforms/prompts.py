@@ -9,6 +9,7 @@ Dims: s state, l prompt length, h horizon, a action dim; `*b` any leading batch 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Iterable, Sequence
 
@@ -16,7 +17,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Int32
 
 from piston.logs import warn_once
-from piston.tokenizers.fast import FASTPrompt
+from piston.tokenizers.fast import OPENING, FASTPrompt
 from piston.tokenizers.text import TextTokenizer
 from piston.transforms import Data, missing_key, require, require_numbers
 
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 # The left edges of the 256 bins of a state's numbers.
 _STATE_BINS = np.linspace(-1, 1, 256 + 1)[:-1]
+
+_CUT_PROMPT = ("prompts", "Raise model.max_token_len, or shorten the prompt.")
 
 
 def _clean(prompt: str) -> str:
@@ -68,36 +71,166 @@ class InjectDefaultPrompt:
 
 
 @dataclasses.dataclass(frozen=True)
+class ResponseTokens:
+    """What a flow model with a language side learns to write behind its prompt.
+
+        <bos>prompt   reach for the cube<eos>   Action: codes |<eos>   <pad> …
+        ar      0 0   1 1 1 1 1 1 1 1 1  1       1 1 1 1 1 1 1  1       0 0
+        hidden  0 0   0 0 0 0 0 0 0 0 0  1       1 1 1 1 1 1 1  1       0 0
+
+    The action expert does not attend to hidden tokens. In training all tokens behind the prompt are
+    learned. At inference (`training` False) only a text that is given follows, without its end.
+    """
+
+    # Tokens kept for the text; 0: the model writes none.
+    max_text_len: int
+    # Whether the robot's policy writes a subtask before its actions.
+    subtasks: bool
+    # How actions are written; None: they are not.
+    fast: FASTPrompt | None = None
+    training: bool = True
+
+    def for_inference(self) -> ResponseTokens:
+        return dataclasses.replace(self, fast=None, training=False)
+
+    def text(self, tokenizer: TextTokenizer, text: str, kind: str) -> list[int]:
+        """Return the tokens of a subtask or an answer. Raise ValueError if they are too many."""
+        ids = tokenizer.encode(_clean(text))
+        if len(ids) >= self.max_text_len:
+            raise ValueError(
+                f"The {kind} {text!r} has {len(ids)} tokens and an end token; the model keeps "
+                f"{self.max_text_len}. Shorten it, or raise model.max_text_len."
+            )
+        return ids
+
+    def __call__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        texts: Sequence[Sequence[int] | None],
+        actions: Sequence[Sequence[int]],
+        max_prompt_len: int,
+    ) -> dict[str, np.ndarray]:
+        """Return the tokens of all rows behind their prompts, and their masks."""
+        max_len, rows, hidden = max_prompt_len + self.max_text_len, [], []
+        for prompt, text, codes in zip(prompts, texts, actions, strict=True):
+            end = [TextTokenizer.eos_id] if text is not None and self.training else []
+            rows.append([*prompt, *(text or ()), *end, *codes])
+            hidden.append(len(rows[-1]) - len(end) - len(codes))
+        if self.fast is not None:
+            max_len += self.fast.max_len
+        tokens, mask = _pad(rows, max_len)
+        place = np.arange(max_len)
+        written = mask & (place >= np.array([len(prompt) for prompt in prompts])[:, None])
+        found = {
+            "tokenized_prompt": tokens,
+            "tokenized_prompt_mask": mask,
+            "token_ar_mask": written.astype(np.int32),
+        }
+        if not self.training:
+            return found
+        is_hidden = mask & (place >= np.array(hidden)[:, None])
+        return {**found, "token_loss_mask": written, "token_hidden_mask": is_hidden}
+
+
+@dataclasses.dataclass(frozen=True)
 class TokenizePrompt:
     """Replace the prompt by its tokens, for a flow model.
 
     π0     BOS, the sentence, then "\\n" encoded by itself.
     π0.5   (`discrete_state_input`) BOS, then the sentence and the state in one text.
+
+    With `response` further tokens follow: the text of `subtask` or `answer`, and the actions. A
+    policy that writes subtasks reads "Subtask: " at the end of its prompt. The prompt of data with
+    a `question` is the question alone.
     """
 
     tokenizer: TextTokenizer
     max_len: int
     discrete_state_input: bool = False
+    response: ResponseTokens | None = None
+
+    def for_inference(self) -> TokenizePrompt:
+        response = self.response
+        return (
+            self
+            if response is None
+            else dataclasses.replace(self, response=response.for_inference())
+        )
 
     def __call__(self, data: Data) -> Data:
-        encode = self.tokenizer.encode
-        if self.discrete_state_input:
-            state = np.asarray(require(data, "state", "TokenizePrompt"))
-            prompts = _prompts(data, state.shape[:-1], "TokenizePrompt")
-            rows = [
-                encode(_task_and_state(_clean(prompt), bins) + "Action: ", bos=True)
-                for prompt, bins in zip(prompts.flat, _merged(discretize_state(state), 1))
-            ]
-        else:
-            batch = np.shape(data["state"])[:-1] if "state" in data else None
-            prompts = _prompts(data, batch, "TokenizePrompt")
-            # A whole episode usually has one prompt.
-            known = {p: [*encode(_clean(p), bos=True), *encode("\n")] for p in set(prompts.flat)}
-            rows = [known[prompt] for prompt in prompts.flat]
+        name = type(self).__name__
+        if self.discrete_state_input and "question" not in data:
+            require(data, "state", name)
+        batch = np.shape(data["state"])[:-1] if "state" in data else None
+        key = "question" if "question" in data else "prompt"
+        prompts = _texts(data, key, batch, name)
+        bins: Iterable[np.ndarray | None] = [None] * prompts.size
+        if self.discrete_state_input and key == "prompt":
+            bins = _merged(discretize_state(np.asarray(data["state"])), 1)
+        # A whole episode usually has one prompt.
+        encode = functools.cache(functools.partial(self._prompt, is_question=key == "question"))
+        rows = [
+            encode(prompt) if state is None else self._prompt(prompt, state)
+            for prompt, state in zip(prompts.flat, bins)
+        ]
         tokens, mask = _pad(rows, self.max_len)
-        return _with_tokens(
-            data, prompts.shape, tokenized_prompt=tokens, tokenized_prompt_mask=mask
-        )
+        found = {"tokenized_prompt": tokens, "tokenized_prompt_mask": mask}
+        if self.response is not None:
+            kept = [row[: self.max_len] for row in rows]
+            found = self._with_response(data, kept, prompts.shape)
+        return _with_tokens(data, prompts.shape, **found)
+
+    def _prompt(
+        self, prompt: str, bins: Int[np.ndarray, " s"] | None = None, is_question: bool = False
+    ) -> list[int]:
+        encode, is_labelled = self.tokenizer.encode, self.response and self.response.subtasks
+        cue = "Answer: " if is_question else "Subtask: " if is_labelled else ""
+        if is_question:
+            ids = encode(f"Question: {_clean(prompt)}\n", bos=True)
+        elif bins is None:
+            ids = [*encode(_clean(prompt), bos=True), *encode("\n")]
+        else:
+            opening = "" if cue else OPENING
+            ids = encode(_task_and_state(_clean(prompt), bins) + opening, bos=True)
+        if not cue:
+            return ids
+        # What tells the model to write must not be cut off with the end of a long prompt.
+        cue_ids = encode(cue)
+        _warn_if_cut([[*ids, *cue_ids]], self.max_len, *_CUT_PROMPT)
+        return [*ids[: max(0, self.max_len - len(cue_ids))], *cue_ids]
+
+    def _with_response(
+        self, data: Data, prompts: Sequence[Sequence[int]], batch: tuple[int, ...]
+    ) -> dict[str, np.ndarray]:
+        """Return the prompts with text and actions behind them, and which samples write text."""
+        name, response = type(self).__name__, self.response
+        assert response is not None
+        kind = "answer" if "question" in data else "subtask"
+        if kind == "answer" and not response.max_text_len:
+            raise ValueError(f"{name}: the model answers no questions: model.targets lacks text.")
+        texts: list[list[int] | None] = [None] * len(prompts)
+        if data.get(kind) is not None:
+            encode = functools.cache(lambda text: response.text(self.tokenizer, text, kind))
+            given = _texts(data, kind, batch, name)
+            if kind == "subtask" and not response.subtasks and any(given.flat):
+                raise ValueError(
+                    f"{name}: a subtask is given to a policy that has none. Leave it out."
+                )
+            texts = [encode(text) if text.strip() else None for text in given.flat]
+        codes: list[list[int]] = [[] for _ in prompts]
+        if response.fast is not None and "actions" in data:
+            # The prompt of π0.5 ends with the opening, unless a subtask follows it.
+            is_opened = self.discrete_state_input and not response.subtasks
+            write = functools.partial(response.fast.written, opening="" if is_opened else OPENING)
+            codes = [write(chunk) for chunk in _merged(np.asarray(data["actions"]), 2)]
+            limit = response.fast.max_len
+            _warn_if_cut(codes, limit, "chunks of FAST tokens", "Raise model.max_fast_len.")
+            codes = [row[:limit] for row in codes]
+        found = response(prompts, texts, codes, self.max_len)
+        if not response.training:
+            writes = kind == "answer" or response.subtasks
+            found["writes_text"] = np.array([writes and text is None for text in texts])
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +254,7 @@ class TokenizeFASTInputs:
         name, max_len = "TokenizeFASTInputs", self.prompt.max_len
         state = np.asarray(require(data, "state", name))
         batch = state.shape[:-1]
-        prompts = _prompts(data, batch, name)
+        prompts = _texts(data, "prompt", batch, name)
         chunks: Iterable[np.ndarray | None] = [None] * prompts.size
         if self.write_actions:
             actions = np.asarray(require(data, "actions", name))
@@ -167,36 +300,36 @@ class ExtractFASTActions:
         return {**data, "actions": actions}
 
 
-def _prompts(data: Data, batch: tuple[int, ...] | None, context: str) -> np.ndarray:
-    """Return one prompt per sample: an array of str with the leading axes of the batch."""
-    if data.get("prompt") is None:
-        error = missing_key("prompt", data.keys() - {"prompt"}, context)
-        raise type(error)(f'{error} Give "prompt" with the observation, or set a default_prompt.')
-    given = data["prompt"]
+def _texts(data: Data, key: str, batch: tuple[int, ...] | None, context: str) -> np.ndarray:
+    """Return one text per sample: an array of str with the leading axes of the batch."""
+    if data.get(key) is None:
+        error = missing_key(key, data.keys() - {key}, context)
+        raise type(error)(f'{error} Give "{key}" with the observation, or set a default_prompt.')
+    given = data[key]
     # An array of numbers may be large: it is not made into Python objects to find that out.
     if isinstance(given, np.ndarray) and given.dtype.kind not in "OU":
-        raise ValueError(f"{context}: the prompt is an array of {given.dtype}; expected a string.")
-    prompts = np.asarray(given, dtype=object)
-    for prompt in prompts.flat:
-        if not isinstance(prompt, str):
-            is_bytes = isinstance(prompt, bytes)
-            found = f"{len(prompt)} bytes" if is_bytes else repr(prompt)
-            raise ValueError(f"{context}: the prompt is {found}; expected a string.")
+        raise ValueError(f"{context}: the {key} is an array of {given.dtype}; expected a string.")
+    texts = np.asarray(given, dtype=object)
+    for text in texts.flat:
+        if not isinstance(text, str):
+            found = f"{len(text)} bytes" if isinstance(text, bytes) else repr(text)
+            raise ValueError(f"{context}: the {key} is {found}; expected a string.")
     if batch is None:
-        return prompts
+        return texts
     try:
-        return np.broadcast_to(prompts, batch)
+        return np.broadcast_to(texts, batch)
     except ValueError:
         raise ValueError(
-            f"{context}: 'prompt' has shape {prompts.shape}; expected one string, or one for each "
+            f"{context}: {key!r} has shape {texts.shape}; expected one string, or one for each "
             f"of the states' leading axes {batch}."
         ) from None
 
 
 def _with_tokens(data: Data, batch: tuple[int, ...], **rows: np.ndarray) -> Data:
-    """Replace the prompt by arrays that have one row per sample."""
-    rest = {key: value for key, value in data.items() if key != "prompt"}
-    return rest | {key: row.reshape(*batch, row.shape[-1]) for key, row in rows.items()}
+    """Replace the texts by arrays that have one row per sample."""
+    texts = ("prompt", "subtask", "question", "answer")
+    rest = {key: value for key, value in data.items() if key not in texts}
+    return rest | {key: row.reshape((*batch, *row.shape[1:])) for key, row in rows.items()}
 
 
 def _merged(values: np.ndarray, num_axes: int) -> np.ndarray:
@@ -208,16 +341,20 @@ def _pad(
     rows: Sequence[Sequence[int]], max_len: int
 ) -> tuple[Int32[np.ndarray, "n l"], Bool[np.ndarray, "n l"]]:
     """Return tokens padded with zeros or cut to `max_len`, and a mask of those that are real."""
-    lengths = np.array([len(row) for row in rows], dtype=np.int64)
-    if (lengths > max_len).any():
-        warn_once(
-            logger,
-            f"truncated at {max_len}",
-            "%d of %d prompts are longer than the model's %d tokens (the longest has %d) and were "
-            "cut at the end. Raise model.max_token_len, or shorten the prompt.",
-            *((lengths > max_len).sum(), len(rows), max_len, lengths.max()),
-        )
+    _warn_if_cut(rows, max_len, *_CUT_PROMPT)
     tokens = np.zeros((len(rows), max_len), dtype=np.int32)
     for index, row in enumerate(rows):
         tokens[index, : len(row)] = row[:max_len]
-    return tokens, np.arange(max_len) < lengths[:, None]
+    return tokens, np.arange(max_len) < np.array([len(row) for row in rows])[:, None]
+
+
+def _warn_if_cut(rows: Sequence[Sequence[int]], max_len: int, what: str, advice: str) -> None:
+    longest = max(map(len, rows), default=0)
+    if longest > max_len:
+        warn_once(
+            logger,
+            f"{what} truncated at {max_len}",
+            "%d of %d %s are longer than the model's %d tokens (the longest has %d) and were cut "
+            "at the end. %s",
+            *(sum(len(row) > max_len for row in rows), len(rows), what, max_len, longest, advice),
+        )
