@@ -16,6 +16,7 @@ from piston.data.statistics import TransformedColumns, compute_statistics
 from piston.robots import RobotDataConfig, RobotInputs
 from piston.robots.aloha import LeRobotAlohaDataConfig
 from piston.robots.description import DescribedRobotDataConfig
+from piston.robots.image_text import ImageTextDataConfig
 from piston.robots.simple import (
     DroidDataConfig,
     FakeDataConfig,
@@ -51,11 +52,11 @@ def test_range_and_step_are_those_of_the_robot_s_actions(tmp_path, version, monk
     """Not of the model's relative ones. Between two episodes there is no step."""
     Folder(tmp_path / "set", version, lengths=(12, 3, 9), cameras=IMAGES)
     config = data_config(tmp_path / "set", data_transforms=DELTA, episodes="0,2")
-    sources = open_sources(config, MODEL)
-    assert_limits(action_limits(sources, config), 100, 123, 1)
+    sources = open_sources(config.each_set(), MODEL)
+    assert_limits(action_limits(sources, config.each_set()), 100, 123, 1)
     # Also where a step is between two blocks of frames.
     monkeypatch.setattr(module, "BLOCK_VALUES", 3)
-    assert_limits(action_limits(sources, config), 100, 123, 1)
+    assert_limits(action_limits(sources, config.each_set()), 100, 123, 1)
 
 
 def test_several_sets_have_the_limits_of_all(tmp_path):
@@ -65,7 +66,7 @@ def test_several_sets_have_the_limits_of_all(tmp_path):
     Folder(tmp_path / "near", "v3.0", lengths=(12, 9), cameras=IMAGES)
     config = data_config(tmp_path / "near", data_transforms=DELTA)
     config = dataclasses.replace(config, extra_datasets=(str(tmp_path / "far"),))
-    found = action_limits(open_sources(config, MODEL), config)
+    found = action_limits(open_sources(config.each_set(), MODEL), config.each_set())
     np.testing.assert_allclose(found.low, -50 - 0.1 * (170.0 + np.array([0, 0.1, 0.2])), rtol=1e-5)
     np.testing.assert_allclose(found.max_step, 1.5 * 17)
 
@@ -127,7 +128,7 @@ ROBOTS = {
     "metaworld": (LeRobotMetaworldDataConfig(**NAMED), METAWORLD),
     "described": (DescribedRobotDataConfig(**NAMED, description=ARM), {"state": 3, "action": 3}),
 }
-WITHOUT_DATA = {FakeDataConfig, DroidDataConfig}
+WITHOUT_DATA = {FakeDataConfig, DroidDataConfig, ImageTextDataConfig}
 
 
 def test_every_robot_is_tried_here():
@@ -187,7 +188,7 @@ def test_a_perfect_policy_keeps_the_limits_and_others_do_not(robot):
     statistics = compute_statistics([TransformedColumns(dataset, config, steps)])
     stats = {key: found.norm_stats for key, found in statistics.items()}
     config = dataclasses.replace(config, norm_stats=stats)
-    limits = action_limits([dataset], config)
+    limits = action_limits([dataset], config.each_set())
 
     executed = 4 * config.action_stride
     to_model = compose(config.input_transforms(training=True))
@@ -235,7 +236,7 @@ def test_dimensions_that_never_move_may_move_a_little(tmp_path):
     folder = Folder(tmp_path / "set", lengths=(3,), cameras=IMAGES)
     folder.rewrite(0, action=[[5.0, 0.0, 0.0], [5.0, 0.001, 1.0], [5.0, 0.0, 0.0]])
     config = data_config(tmp_path / "set", data_transforms=Group([three_joints]))
-    found = action_limits(open_sources(config, MODEL), config)
+    found = action_limits(open_sources(config.each_set(), MODEL), config.each_set())
     np.testing.assert_allclose(found.low, [4.99, -0.01, -0.1])
     np.testing.assert_allclose(found.high, [5.01, 0.011, 1.1])
     np.testing.assert_allclose(found.max_step, [0.005, 0.005, 1.5])
@@ -247,7 +248,7 @@ def test_a_dimension_that_moves_only_between_episodes_may_move_a_little(tmp_path
     for episode, gripper in enumerate((-1.0, 1.0)):
         folder.rewrite(episode, action=[[0.0, 0.0, gripper]] * 2)
     config = data_config(tmp_path / "set", data_transforms=Group([three_joints]))
-    found = action_limits(open_sources(config, MODEL), config)
+    found = action_limits(open_sources(config.each_set(), MODEL), config.each_set())
     np.testing.assert_allclose(found.max_step, [0.005, 0.005, 0.1])
 
 
@@ -261,7 +262,7 @@ def test_output_transforms_that_take_no_batch_are_named(tmp_path):
     transforms = Group([three_joints], [two_joints])
     config = data_config(tmp_path / "set", data_transforms=transforms)
     with pytest.raises(ValueError, match=r"leading axes alike: write actions\[\.\.\., :7\]"):
-        action_limits(open_sources(config, MODEL), config)
+        action_limits(open_sources(config.each_set(), MODEL), config.each_set())
 
 
 def test_limits_can_be_widened():

@@ -15,7 +15,7 @@ import torch
 from piston import presets
 from piston.data.loader import Loader, Order, WorkerError
 from piston.data.mixture import WeightedMixture
-from piston.data.pipeline import FakeDataset
+from piston.data.samples import FakeDataset
 from piston.observation import Observation, stack_samples
 
 HERE = Path(__file__).parent

@@ -7,15 +7,8 @@ import numpy as np
 import pytest
 
 from piston import presets
-from piston.data.pipeline import (
-    FakeDataset,
-    TrainingData,
-    action_names,
-    check_cache,
-    keys_used,
-    open_source,
-    open_training_data,
-)
+from piston.data.pipeline import action_names, keys_used, open_source, open_training_data
+from piston.data.samples import FakeDataset, TrainingData, check_cache
 from piston.models.configs import Pi0FASTConfig
 from piston.observation import Observation, stack_samples
 from piston.transforms import Group
@@ -34,7 +27,7 @@ def folder(request, tmp_path_factory):
 
 
 def open_data(config):
-    return TrainingData(open_source(config, MODEL), config)
+    return TrainingData(open_source(config, MODEL), config, MODEL)
 
 
 def test_actions_have_the_names_of_the_data_set_or_the_robot(folder):

@@ -536,3 +536,15 @@ def test_the_checksums_of_data_files_are_compared(tmp_path: Path) -> None:
                     np.testing.assert_array_equal(dataset[step][key], value)
         assert 1 in episodes
         dataset.close()
+
+
+def test_an_encoder_that_fails_at_the_end_of_a_video_is_not_waited_for():
+    def fails(images):
+        assert len(list(images)) == 2
+        raise OSError("no space")
+
+    thread = CameraThread("top", fails)
+    for _ in range(2):
+        thread.add(np.zeros((2, 2, 3), np.uint8))
+    with pytest.raises(OSError, match="no space"):
+        thread.finish()

@@ -11,6 +11,7 @@ from hypothesis.extra import numpy as hnp
 
 from piston import presets
 from piston.cli import main, train
+from piston.config import DataConfig
 from piston.data import open_dataset, statistics
 from piston.data.pipeline import open_source, split_sources
 from piston.data.statistics import TransformedColumns, compute_statistics
@@ -352,7 +353,8 @@ def test_statistics_are_those_of_the_episodes_that_are_trained_on(
     assert main(["stats", "pi0_aloha_sim", *overrides]) == 0
     assert "120 of 120 frames" in capsys.readouterr().out
     dataset = open_dataset(aloha_set, cameras=())
-    [(kept, held_out)] = split_sources([dataset], 1, seed=presets.get("pi0_aloha_sim").seed)
+    seed = presets.get("pi0_aloha_sim").seed
+    [(kept, held_out)] = split_sources([DataConfig()], [dataset], 1, seed=seed)
     assert len(kept) == len(held_out) == 1
     state = dataset.select(kept).column("observation.state").astype(np.float64)
     written = read_norm_stats(tmp_path / "assets" / "pi0_aloha_sim" / "mine")

@@ -1,10 +1,13 @@
 """Which episodes, and a mixture's plan."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from piston.config import DataConfig
 from piston.data.format import Episode
 from piston.data.mixture import (
     RepeatedStarts,
@@ -160,14 +163,29 @@ def test_a_share_of_less_than_a_sample_per_epoch_has_its_turn():
 
 @given(sizes=st.lists(st.integers(1, 400), min_size=2, max_size=6), epoch=st.integers(0, 9))
 def test_without_shares_every_sample_comes_once_in_an_epoch(sizes, epoch):
-    mixture = mixed([range(size) for size in sizes])
+    mixture = mixed([range(size) for size in sizes], [DataConfig()] * len(sizes))
     plan = mixture.plan(seed=3, epoch=epoch)
     assert sorted(plan) == list(range(sum(sizes)))
 
 
 def test_one_set_is_no_mixture():
     alone = range(3)
-    assert mixed([alone]) is alone
+    assert mixed([alone], [DataConfig()]) is alone
+
+
+def test_robots_have_their_shares_and_their_sets_divide_them():
+    sets = [range(100), range(300), range(50), range(8)]
+    pipelines = [
+        DataConfig(entry="a", share=3.0),
+        DataConfig(entry="a", share=3.0),
+        DataConfig(entry="b", share=1.0, set_share=1.0),
+        DataConfig(entry="b", share=1.0, set_share=4.0),
+    ]
+    weights = np.array(mixed(sets, pipelines).weights)
+    np.testing.assert_allclose(weights, [3 / 16, 9 / 16, 1 / 20, 4 / 20])
+    by_frames = [dataclasses.replace(one, share=None) for one in pipelines]
+    weights = np.array(mixed(sets, by_frames).weights) * 458
+    np.testing.assert_allclose(weights, [100, 300, 58 / 5, 58 * 4 / 5])
 
 
 def test_a_plan_depends_on_seed_and_epoch_alone():

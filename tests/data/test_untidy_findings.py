@@ -21,7 +21,8 @@ from piston.data.check import usable
 from piston.data.convert import convert_to_v30
 from piston.data.loader import Order
 from piston.data.mixture import WeightedMixture
-from piston.data.pipeline import TrainingData, open_source
+from piston.data.pipeline import open_source
+from piston.data.samples import TrainingData
 from piston.transforms.images import resize_with_pad
 from piston.verification import data
 
@@ -98,7 +99,7 @@ def test_training_takes_the_task_that_the_check_promised(tmp_path, trouble):
         folder.rewrite(1, task_index=pa.array(np.full(folder.lengths[1], 99)))
     assert usable(check_dataset(folder.root))
     config = data_config(folder.root, prompt_from_task=True)
-    data = TrainingData(open_source(config, MODEL), config)
+    data = TrainingData(open_source(config, MODEL), config, MODEL)
     for index in range(len(data)):
         data[index]
 

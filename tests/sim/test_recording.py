@@ -14,7 +14,7 @@ pytest.importorskip("metaworld", reason="needs the extra `sim`")
 from piston.cli import main
 from piston.data import check_dataset, open_dataset
 from piston.data.writer import RECORDING
-from piston.sim import RECORDING_SEEDS, make_environment, recording
+from piston.sim import RECORDING_SEEDS, make_environment, make_expert, recording
 from piston.sim.recording import LOG, Recording, record
 
 # The shortest demonstrations there are.
@@ -34,8 +34,10 @@ def _tried(folder):
 
 
 def _assert_same_set(one, other):
-    a, b = open_dataset(one), open_dataset(other)
+    a, b = open_dataset(one, language=True), open_dataset(other, language=True)
     assert len(a) == len(b)
+    assert a.questions == b.questions
+    assert [x["subtask"] for x in a] == [x["subtask"] for x in b]
     np.testing.assert_array_equal(a.episode_bounds, b.episode_bounds)
     for key in ("action", "observation.state", "episode_index"):
         np.testing.assert_array_equal(a.column(key), b.column(key))
@@ -60,6 +62,53 @@ def test_the_set_is_a_lerobot_set(recorded):
     image = first["observation.images.corner4"].astype(float)
     assert np.abs(image - start["images"]["corner4"]).mean() < 12  # compressed
     environment.close()
+
+
+def test_labels_are_given_back_frame_by_frame(recorded):
+    data = open_dataset(recorded, language=True)
+    environment, expert = make_environment(QUICK.task, pixels=16), make_expert(QUICK.task)
+    seeds = [line["seed"] for line in _tried(recorded)[1:] if line["success"]]
+    frames = [x for seed in seeds for x in recording.demonstrate(environment, expert, seed).frames]
+    assert [item["subtask"] for item in data] == [frame.subtask for frame in frames]
+    assert set(data.subtasks) == {"reach for the handle", "push the drawer shut"}
+    asked = [
+        (index, question) for index, frame in enumerate(frames) for question in frame.questions
+    ]
+    assert list(data.questions) == asked
+    environment.close()
+
+
+def test_questions_are_about_both_ends_and_not_repeated_soon():
+    environment, expert = make_environment(QUICK.task, pixels=16), make_expert(QUICK.task)
+    frames = recording.demonstrate(environment, expert, RECORDING_SEEDS).frames
+    asked = [(i, x.question, x.answer) for i, frame in enumerate(frames) for x in frame.questions]
+    drawer = [(i, answer) for i, question, answer in asked if question == "is the drawer open?"]
+    assert [answer for _, answer in drawer] == ["half open", "no"]
+    assert drawer[0][0] == 0
+    assert drawer[1][0] >= len(frames) - 5
+    environment.close()
+
+
+def test_a_set_without_labels_is_refused(recorded):
+    log = recorded / LOG
+    before = log.read_text()
+    header, *lines = _tried(recorded)
+    del header["labels"]
+    try:
+        log.write_text("".join(json.dumps(x) + "\n" for x in (header, *lines)))
+        with pytest.raises(ValueError, match=r"another version of Piston.* Choose another folder"):
+            record(QUICK, 5, recorded, workers=1)
+    finally:
+        log.write_text(before)
+    assert len(open_dataset(recorded).metadata.episodes) == 4
+
+
+def test_a_task_without_labels_is_recorded(tmp_path):
+    record(Recording("metaworld:door-close", pixels=16), 1, tmp_path / "set", workers=1)
+    data = open_dataset(tmp_path / "set", language=True)
+    assert data.subtasks == ()
+    assert data[0]["subtask"] == ""
+    assert {x.question for _, x in data.questions} == {"where is the hand?", "is the gripper open?"}
 
 
 def test_the_number_of_workers_does_not_matter(recorded, tmp_path, monkeypatch):
@@ -157,15 +206,6 @@ def test_the_environments_own_pixels_may_be_given_as_a_number(tmp_path):
     assert record(given, 1, tmp_path / "set", workers=1).num_episodes == 1
     with pytest.raises(ValueError, match="does not fit this recording"):
         record(QUICK, 1, tmp_path / "set", workers=1)
-
-
-def test_a_log_without_the_real_pixels_is_continued(tmp_path):
-    """As they were written before."""
-    record(Recording(QUICK.task), 1, tmp_path / "set", workers=1)
-    log = tmp_path / "set" / LOG
-    header, *lines = _tried(tmp_path / "set")
-    log.write_text("".join(json.dumps(x) + "\n" for x in ({**header, "pixels": None}, *lines)))
-    assert record(Recording(QUICK.task), 2, tmp_path / "set", workers=1).num_episodes == 2
 
 
 def test_a_set_keeps_its_codec(recorded):

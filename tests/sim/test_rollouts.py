@@ -16,6 +16,7 @@ from piston.sim import make_environment
 from piston.sim.aloha_experts import plan_transfer
 from piston.sim.environment import RECORDING_SEEDS
 from piston.sim.rollouts import evaluate
+from piston.sim.scores import read_evaluation
 
 TASK = "aloha_transfer_cube"
 LENGTH = 80
@@ -32,14 +33,14 @@ class Expert:
         for seed in seeds:
             environment = make_environment(TASK)
             environment.reset(seed)
-            plan = plan_transfer(environment.initial_state()["objects"])
+            plan = plan_transfer(environment.initial_state()["objects"]).actions
             still = np.repeat(plan[-1:], 300 + LENGTH - len(plan), axis=0)
             self.plans[seed] = np.concatenate([plan, still])
 
     def __call__(self, observations):
         places = [divmod(observation["seed"], NOISE_SEEDS) for observation in observations]
         self.asked.append(places)
-        return [self.plans[seed][step : step + LENGTH] for seed, step in places]
+        return [{"actions": self.plans[seed][step : step + LENGTH]} for seed, step in places]
 
 
 def test_a_policy_that_knows_the_way_succeeds_alone_and_among_others():
@@ -69,6 +70,29 @@ def test_half_a_chunk_is_executed_by_default_and_no_more_than_there_is():
     assert evaluate(TASK, expert, [0], policy_name="expert").execute_horizon == LENGTH // 2
     with pytest.raises(ValueError, match=r"80 steps, fewer than the 81.*--execute-horizon"):
         evaluate(TASK, expert, [0], execute_horizon=81, policy_name="expert")
+
+
+def test_subtasks_are_kept_with_the_episode_that_they_belong_to(tmp_path):
+    """A policy that goes on with its subtask is told where an episode begins."""
+    expert, sessions = Expert([4, 0, 7]), {}
+
+    def infer(observations):
+        answers = expert(observations)
+        for (seed, step), asked, answer in zip(expert.asked[-1], observations, answers):
+            sessions.setdefault(seed, set()).add(asked["session"])
+            answer["subtask"] = f"seed {seed}, step {step}"
+        return answers
+
+    options = {"execute_horizon": 75, "policy_name": "expert", "num_environments": 2}
+    found = evaluate(TASK, infer, [4, 0, 7], metadata={"subtasks": True}, **options)
+    found.write(tmp_path)
+    steps = (0, 75, 150, 225)
+    assert read_evaluation(tmp_path).trace.subtasks == tuple(f"seed 4, step {s}" for s in steps)
+    # One session for each episode; those that run at the same time have connections of their own.
+    assert [len(found) for found in sessions.values()] == [1, 1, 1]
+    numbers = [found.pop() for found in sessions.values()]
+    assert len(set(numbers)) == 3
+    assert numbers[0] % 2 != numbers[1] % 2
 
 
 def test_starts_of_recordings_are_in_no_evaluation():
@@ -137,6 +161,7 @@ def test_what_was_seen_before_failures_is_a_data_set_without_loss(address, tmp_p
     ("words", "message"),
     [
         (("--episodes", "0"), "--episodes is 0"),
+        (("--subtask-interval", "4"), "--subtask-interval is for a checkpoint"),
         (("--episodes", "3", "--seeds", "0..1"), "--seeds names only 2"),
         (("--seeds", "1000000"), "are for recording"),
         (("--seeds", "0", "--opposite"), "has no opposite"),
@@ -196,7 +221,7 @@ def test_an_evaluation_that_is_stopped_says_where_its_episodes_are(
 def test_commands_that_no_simulator_survives_are_a_failure(caplog):
     def wild(observations):
         random = np.random.default_rng(observations[0]["seed"])
-        return [20 * random.normal(size=(LENGTH, 14)) for _ in observations]
+        return [{"actions": 20 * random.normal(size=(LENGTH, 14))} for _ in observations]
 
     found = evaluate(TASK, wild, [0, 1], policy_name="wild", num_environments=2)
     assert found.success.successes == 0

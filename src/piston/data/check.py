@@ -20,7 +20,8 @@ import numpy as np
 
 from piston.data.columns import Columns, ImageRows, fits
 from piston.data.findings import Findings, inspect_files, left_out
-from piston.data.format import DERIVED, Episode, dimension_names, list_files, locate
+from piston.data.format import DERIVED, PERSISTENT, Episode, dimension_names, list_files, locate
+from piston.data.image_text import ImageTextSet, is_table
 from piston.data.metadata import CAMERA_IGNORED, Metadata
 from piston.data.problems import Problem, Severity, episode_problem, ranges
 from piston.data.video import VideoError, VideoHeader, VideoReader, num_usable_cpus
@@ -28,17 +29,29 @@ from piston.progress import Progress, no_progress
 
 BLACK = 20  # the brightest gray value of a frame that shows nothing (video black is 16)
 STOPS = "training stops there; leave out the episode (--data.episodes '!N') or write it again"
+LABEL_STOPS = (
+    "training with subtasks stops there; leave out the episode (--data.episodes '!N') or correct "
+    "the label"
+)
+_ROWS_AT_ONCE = 64  # pictures of a table
 TIME_TOLERANCE_S = 1e-3  # recorded times are informative only: frames are found by number
 
 
 def check_dataset(
     path_or_repo_id: str | os.PathLike[str], *, progress: Progress = no_progress
 ) -> list[Problem]:
-    """Return every problem, the worst first. Raise an error only if there is no data set."""
-    metadata = Metadata.read(locate(path_or_repo_id))
-    findings = inspect_files(metadata, metadata.episodes)
+    """Return every problem, the worst first. Raise an error only if there is no data set.
+
+    A folder with a table of pictures and questions (`image_text`) is checked as well.
+    """
+    root = locate(path_or_repo_id)
+    if is_table(root):
+        return _table_problems(root, progress)
+    metadata = Metadata.read(root)
+    findings = inspect_files(metadata, metadata.episodes, language=True)
     problems = [*findings.problems, *_unused_files(metadata)]
     episodes = readable_episodes(metadata, problems, [])
+    problems += _label_problems(findings, episodes)
     filmed = [(e, c) for c in findings.cameras for e in readable_episodes(metadata, problems, [c])]
     total = sum(e.length for e in episodes) + sum(e.length for e, _ in filmed)
     done, lock = 0, threading.Lock()
@@ -67,7 +80,37 @@ def check_dataset(
     if declared and not readable_cameras(metadata, problems):
         reasons.append("cameras are declared, none of them has files")
     problems += [Problem("error", "data set", why, "training cannot use it") for why in reasons]
+    return _worst_first(problems)
+
+
+def _worst_first(problems: Iterable[Problem]) -> list[Problem]:
     return sorted(problems, key=lambda one: ("error", "warning", "note").index(one.severity))
+
+
+def _table_problems(root: Path, progress: Progress) -> list[Problem]:
+    """Find rows of a table of pictures that lack a text, and decode every picture."""
+    try:
+        table = ImageTextSet(root, complete=False)
+    except ValueError as error:
+        return [Problem("error", "table", str(error), "training cannot use it")]
+    stops = "training stops there; complete the row or remove it"
+    problems = [Problem("error", f"row {row}", what, stops) for row, what in table.incomplete]
+
+    def check(row: int) -> Problem | None:
+        try:
+            is_black = table.picture(row).max() <= BLACK
+        except ValueError as error:
+            return Problem("error", f"row {row}", str(error), stops)
+        what, consequence = "the picture is black", "it is used as it is"
+        return Problem("warning", f"row {row}", what, consequence) if is_black else None
+
+    without = {row for row, what in table.incomplete if what.startswith("image ")}
+    with worker_threads() as (pool, _):
+        for start in range(0, len(table), _ROWS_AT_ONCE):
+            rows = range(start, min(start + _ROWS_AT_ONCE, len(table)))
+            problems += filter(None, pool.map(check, (r for r in rows if r not in without)))
+            progress(rows.stop, len(table))
+    return _worst_first(problems)
 
 
 def usable(problems: Iterable[Problem]) -> bool:
@@ -120,6 +163,19 @@ def _unlike_others(
         elif not fits(array, before):
             what = f"{found}, in other files {before.dtype}{list(before.shape[1:])}"
             yield episode_problem(episode.index, what, None, STOPS, "error")
+
+
+def _label_problems(findings: Findings, episodes: Iterable[Episode]) -> Iterator[Problem]:
+    """Report what is wrong with subtasks and questions."""
+    for episode in episodes:
+        labels = (findings.labels or {})[episode.index]
+        for what in labels.wrong:
+            yield episode_problem(episode.index, what, None, LABEL_STOPS, "error")
+        if labels.differs:
+            what = f"{PERSISTENT} is not the same in all its frames"
+            yield episode_problem(episode.index, what, None, "that of the first frame is used")
+        for what in sorted(labels.unknown_styles):
+            yield episode_problem(episode.index, what, None, "they are not read", "note")
 
 
 def _standing_still(metadata: Metadata, rows: Mapping[int, Columns]) -> Iterator[Problem]:

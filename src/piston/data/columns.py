@@ -38,7 +38,7 @@ _IMAGE_MODES = ("RGB", "RGBA", "L", "P", "1")
 
 @dataclasses.dataclass(frozen=True)
 class DataRows:
-    """What data files hold of some episodes, images excluded."""
+    """What data files hold of some episodes, images and labels excluded."""
 
     names: dict[str, frozenset[str]]  # path of a file that can be read → all its columns
     rows: dict[int, Columns]  # by episode, as are the others; derived columns are never missing
@@ -94,7 +94,11 @@ def _read_file(
     try:
         with pq.ParquetFile(metadata.root / path, page_checksum_verification=True) as file:
             names = file.schema_arrow.names
-            declared = {key for key, feature in features.items() if not feature.is_camera}
+            declared = {
+                key
+                for key, feature in features.items()
+                if not feature.is_camera and not feature.is_language
+            }
             keys = [key for key in names if key in declared or key in DERIVED]
             table = file.read(columns=keys, use_threads=False)
     except (pa.ArrowException, OSError) as error:

@@ -3,12 +3,13 @@
 Videos are linked or copied unchanged, unless the codec is unusual or the frames do not fit the rows
 in number or time: then they are encoded anew. Statistics of columns are computed, with quantiles.
 Those of images are taken from the source if it has them for every episode, because computing them
-means decoding; they have no quantiles then.
+means decoding; they have no quantiles then. Labels of subtasks and questions are kept as they are.
 """
 
 import contextlib
 import dataclasses
 import logging
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,6 +33,9 @@ from piston.data.findings import inspect_files, left_out
 from piston.data.format import (
     CAMERA_DTYPES,
     DERIVED,
+    LANGUAGE,
+    SUBTASK_INDEX,
+    SUBTASKS,
     Episode,
     Feature,
     keys_of,
@@ -131,6 +135,8 @@ def convert_to_v30(
         writer = DatasetWriter(folder, new_info(metadata.fps, features, metadata.robot_type))
         writer.start()
         writer.add_tasks(text for _, text in sorted(metadata.tasks.items()))
+        if SUBTASK_INDEX in features and (metadata.root / SUBTASKS).is_file():
+            shutil.copyfile(metadata.root / SUBTASKS, folder / SUBTASKS)
         episodes = [(f"episode {episode.index}", episode.length, episode) for episode in kept]
         convert_each(episodes, convert, done.skipped, skip_broken, progress)
         writer.close()
@@ -185,7 +191,8 @@ def _target_features(
         if key not in (metadata.cameras if feature.dtype == "video" else stored):
             ignored.append(key)
             continue
-        features[key] = Feature(key, feature.dtype, feature.shape or (1,), feature.names)
+        declared = Feature(key, feature.dtype, feature.shape or (1,), feature.names)
+        features[key] = LANGUAGE.get(key, declared)
         if feature.dtype != "video":
             continue
         if feature.video.get("video.is_depth_map"):
@@ -227,21 +234,23 @@ def _checked_image_stats(stored: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _columns(dataset: LeRobotDataset, features: Features) -> dict[str, Any]:
-    """Return the columns of the only episode, images as encoded."""
+    """Return the columns of the only episode, images as encoded, labels as they are."""
     [episode], root = dataset.episodes, dataset.metadata.root
     columns: dict[str, Any] = {
         key: _as_declared(dataset.column(key), feature, episode.data_path)
         for key, feature in features.items()
-        if not feature.is_camera and key not in DERIVED
+        if not feature.is_camera and not feature.is_language and key not in DERIVED
     }
-    if keys := keys_of(features, "image"):
+    if keys := keys_of(features, "image", "language"):
         try:
             path = root / episode.data_path
             table = pq.read_table(path, columns=keys, page_checksum_verification=True)
         except (pa.ArrowException, OSError) as error:
             raise ValueError(f"{root / episode.data_path} cannot be read: {error}") from None
         for key in keys:
-            columns[key] = [image_bytes(cell, root) for cell in table[key].to_pylist()]
+            columns[key] = table[key].to_pylist()
+            if features[key].is_camera:
+                columns[key] = [image_bytes(cell, root) for cell in columns[key]]
     return columns
 
 

@@ -5,6 +5,12 @@
     dataset[i]["action_is_pad"]  (50,)     True for these steps
     dataset.select("0:5")        some episodes of the open set; nothing is read again
 
+With `language=True` the labels of the set are read as well (see `language`):
+
+    dataset[i]["subtask"]        the text of the subtask of this frame, "" if there is none
+    dataset.subtasks             the texts that occur
+    dataset.questions            (i, Question) for each question about a picture
+
 Opening leaves out the episodes that cannot be read, with a warning. A data set can be pickled,
 forked and used by threads; each process opens its own decoders when it needs them.
 """
@@ -25,6 +31,7 @@ from jaxtyping import Int64, UInt8
 from piston.data.columns import ImageRows, join_columns
 from piston.data.findings import Findings, inspect_files, left_out
 from piston.data.format import Episode, locate
+from piston.data.language import Labels, Question, join_labels
 from piston.data.metadata import Metadata
 from piston.data.mixture import EpisodeChoice, choose_episodes
 from piston.data.problems import EpisodeError, grouped, unknown_key
@@ -42,15 +49,17 @@ def open_dataset(
     sequences: Sequences | None = None,
     episodes: EpisodeChoice = None,
     cameras: Iterable[str] | None = None,
+    language: bool = False,
 ) -> LeRobotDataset:
     """Open a folder, `owner/name` on the hub, or a data set whose metadata has been read.
 
     All rows and the headers of the videos are read; frames are read when they are asked for.
-    `cameras=None` means all that have files, `()` none.
+    `cameras=None` means all that have files, `()` none. With `language`, the labels of subtasks and
+    questions are read; EpisodeError if one of them is wrong.
     """
     metadata = source if isinstance(source, Metadata) else Metadata.read(locate(source))
     chosen = choose_episodes(metadata.episodes, episodes)
-    findings = inspect_files(metadata, chosen, cameras)
+    findings = inspect_files(metadata, chosen, cameras, language=language)
     broken = left_out(findings.problems, findings.cameras)
     problems = [broken[episode.index] for episode in chosen if episode.index in broken]
     _require_cameras(findings, cameras)
@@ -93,6 +102,8 @@ class LeRobotDataset(Sequence[dict[str, Any]]):
         self, findings: Findings, episodes: Sequence[Episode], offsets: Mapping[str, np.ndarray]
     ) -> None:
         self.metadata, self.cameras = findings.metadata, findings.cameras
+        found = findings.labels
+        self._labels = None if found is None else join_labels(self.metadata, episodes, found)
         self._columns = join_columns(self.metadata, episodes, findings.data)
         self._set_episodes(episodes)
         # Where an episode begins in the columns, and in its data file.
@@ -142,6 +153,8 @@ class LeRobotDataset(Sequence[dict[str, Any]]):
             item[key] = value.copy() if column.ndim > 1 and key not in steps else value
         task = self.metadata.tasks.get(int(self._columns["task_index"][start + step]))
         item["task"] = next(iter(episode.tasks), "") if task is None else task
+        if self._labels is not None:
+            item["subtask"] = self._labels.subtask(start + step)
         now = np.array([step])
         frames = self._frames(episode, {camera: steps.get(camera, now) for camera in self.cameras})
         return item | {c: images if c in steps else images[0] for c, images in frames.items()}
@@ -164,7 +177,10 @@ class LeRobotDataset(Sequence[dict[str, Any]]):
         """Return (frames, dim), or (frames,) for plain values, read-only. Nothing is decoded."""
         if key not in self._columns:
             raise self._unknown(key)
-        column = self._columns[key]
+        return self._of_episodes(self._columns[key])
+
+    def _of_episodes(self, column: np.ndarray) -> np.ndarray:
+        """Return the rows of this set's episodes, in their order, read-only."""
         if len(self) == len(column):
             return column
         starts = ((self._starts[episode.index], episode.length) for episode in self.episodes)
@@ -180,6 +196,41 @@ class LeRobotDataset(Sequence[dict[str, Any]]):
         episode, step = self.place(index)
         frames = self._frames(episode, dict.fromkeys(wanted, np.array([step])))
         return {camera: images[0] for camera, images in frames.items()}
+
+    @property
+    def subtasks(self) -> tuple[str, ...]:
+        """The texts of the subtasks of these episodes, in the order of first appearance."""
+        return tuple(self.frames_per_subtask)
+
+    @property
+    def frames_per_subtask(self) -> dict[str, int]:
+        """The number of frames of each subtask, in the order of first appearance."""
+        labels = self._required_labels()
+        numbers, firsts, counts = np.unique(
+            self._of_episodes(labels.numbers), return_index=True, return_counts=True
+        )
+        order = np.argsort(firsts)
+        found = zip(numbers[order].tolist(), counts[order].tolist())
+        return {labels.texts[number]: count for number, count in found if number >= 0}
+
+    @property
+    def questions(self) -> tuple[tuple[int, Question], ...]:
+        """The questions about these episodes and cameras, each with the number of its frame."""
+        labels, starts = self._required_labels(), self.episode_bounds[:, 0].tolist()
+        return tuple(
+            (start + step, question)
+            for episode, start in zip(self.episodes, starts)
+            for step, question in labels.questions.get(episode.index, ())
+            if question.camera in self.cameras
+        )
+
+    def _required_labels(self) -> Labels:
+        if self._labels is None:
+            raise ValueError(
+                f"The labels of {self.metadata.root} have not been read. Open the data set with "
+                "open_dataset(…, language=True)."
+            )
+        return self._labels
 
     def close(self) -> None:
         """Close the decoders; they open again when they are needed."""

@@ -9,7 +9,14 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 
-from piston.data.format import DERIVED, Feature, declared_names
+from piston.data.format import (
+    DERIVED,
+    EVENTS,
+    PERSISTENT,
+    SUBTASK_INDEX,
+    Feature,
+    declared_names,
+)
 from piston.data.metadata import Metadata
 
 SLOTS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
@@ -60,7 +67,18 @@ def _head(metadata: Metadata, name: str) -> list[str]:
         f"rate = {metadata.fps}  # control steps per second, as recorded",
         f"{'' if len(tasks) == 1 else '# '}{prompt}  # for observations without one;",
         "# in training, every frame has the sentence of its own task",
+        *(f"# {line}" for line in describe_labels(metadata)),
     ]
+
+
+def describe_labels(metadata: Metadata) -> list[str]:
+    """Return a line for each kind of label that a data set declares."""
+    lines = {
+        PERSISTENT: f"The set declares labels of subtasks ({PERSISTENT}).",
+        SUBTASK_INDEX: f"The set declares labels of subtasks ({SUBTASK_INDEX}).",
+        EVENTS: f"The set declares questions about its pictures ({EVENTS}).",
+    }
+    return [line for key, line in lines.items() if key in metadata.features]
 
 
 def _relative(state: Sequence[Feature], actions: Sequence[Feature]) -> list[str]:

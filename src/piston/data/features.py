@@ -20,7 +20,9 @@ import numpy as np
 import pyarrow as pa
 from jaxtyping import Int, Shaped, UInt8
 
-from piston.data.format import CAMERA_DTYPES, DERIVED, Feature
+from piston.data.format import CAMERA_DTYPES, DERIVED, LANGUAGE, Feature
+from piston.data.language import Question, describe_language, is_text, language_array
+from piston.suggestions import did_you_mean
 
 Features = dict[str, Feature]
 # The statistics of one feature by name: "mean", "q01", ...
@@ -44,22 +46,25 @@ class FrameError(ValueError):
     """A frame does not match the declared features; the message names the key."""
 
 
-def declare_features(entries: Mapping[str, Mapping[str, Any]]) -> Features:
-    """Return the features, bookkeeping last. Raise ValueError if one cannot be recorded."""
-    features = {key: _declare(key, entry) for key, entry in entries.items()}
-    for key in features.keys() & DERIVED.keys():
-        if str(features[key]) != str(DERIVED[key]):
+def declare_features(
+    entries: Mapping[str, Mapping[str, Any]], *, language: bool = False
+) -> Features:
+    """Return the features, bookkeeping and labels last. ValueError if one cannot be recorded."""
+    added = DERIVED | LANGUAGE if language else DERIVED
+    features = {key: _declare(key, entry, added) for key, entry in entries.items()}
+    for key in features.keys() & added.keys():
+        if str(features[key]) != str(added[key]):
             raise ValueError(
-                f"feature {key!r} is filled in by the recorder as {DERIVED[key]}, found "
+                f"feature {key!r} is filled in by the recorder as {added[key]}, found "
                 f"{features[key]}: remove it or choose another name"
             )
-    declared = {key: one for key, one in features.items() if key not in DERIVED}
+    declared = {key: one for key, one in features.items() if key not in added}
     if not declared:
         raise ValueError("no features: declare at least one, such as 'observation.state'")
-    return declared | DERIVED
+    return declared | added
 
 
-def _declare(key: str, entry: Mapping[str, Any]) -> Feature:
+def _declare(key: str, entry: Mapping[str, Any], added: Features) -> Feature:
     if not key or "/" in key:
         raise ValueError(f"feature name {key!r}: it must not be empty or contain '/' (use '.')")
     # LeRobot's own tools add "info" and "fps".
@@ -68,6 +73,13 @@ def _declare(key: str, entry: Mapping[str, Any]) -> Feature:
             f"feature {key!r} needs 'dtype' and 'shape', may have 'names'; found {sorted(entry)}"
         )
     feature = Feature.parse(key, {**entry, "shape": list(entry["shape"])})
+    if feature.is_language and key in added:
+        return feature
+    if feature.is_language:
+        raise ValueError(
+            f"feature {key!r} holds labels, which the recorder fills in: remove it and give "
+            "language=True"
+        )
     if feature.dtype not in NUMERIC_DTYPES + CAMERA_DTYPES:
         allowed = ", ".join(CAMERA_DTYPES + NUMERIC_DTYPES)
         raise ValueError(f"feature {key!r}: dtype {feature.dtype!r} is not one of {allowed}")
@@ -82,7 +94,7 @@ def _declare(key: str, entry: Mapping[str, Any]) -> Feature:
 
 def check_frame(frame: Mapping[str, Any], features: Features) -> dict[str, np.ndarray]:
     """Return the frame as arrays of the declared shapes and types. Raise FrameError otherwise."""
-    expected = [key for key in features if key not in DERIVED]
+    expected = [key for key in features if key not in DERIVED and key not in LANGUAGE]
     missing = [key for key in expected if key not in frame]
     extra = [key for key in frame if key not in expected]
     if missing or extra:
@@ -113,11 +125,34 @@ def _check_value(key: str, value: Any, feature: Feature) -> np.ndarray:
     return array.copy()  # the caller may reuse its buffer before the episode is saved
 
 
+def check_labels(subtask: str | None, questions: Sequence[Question], features: Features) -> None:
+    """Raise FrameError if these are not labels that a frame can have."""
+    if (subtask or questions) and not LANGUAGE.keys() <= features.keys():
+        raise FrameError(
+            "the frame has a subtask or questions, but the set has no columns for them: make the "
+            "recorder with language=True"
+        )
+    if subtask and not is_text(subtask):
+        raise FrameError(f"the subtask must be a sentence, found {subtask!r}")
+    cameras = [key for key, feature in features.items() if feature.is_camera]
+    for one in questions:
+        if not isinstance(one, Question) or not (is_text(one.question) and is_text(one.answer)):
+            raise FrameError(
+                f"found {one!r} in questions, expected a Question with a camera, a question and "
+                "an answer that are not empty"
+            )
+        if one.camera not in cameras:
+            raise FrameError(
+                f"the question {one.question!r} names the camera {one.camera!r}."
+                f"{did_you_mean(str(one.camera), cameras)} Cameras: {', '.join(cameras) or 'none'}"
+            )
+
+
 def data_table(columns: Mapping[str, Any], features: Features) -> pa.Table:
     """Return the rows of one episode: every feature that is not a video.
 
-    Numeric columns are (n, *shape) arrays, image columns lists of encoded images. The metadata
-    describes the columns to Hugging Face `datasets`.
+    Numeric columns are (n, *shape) arrays, image columns lists of encoded images, columns of labels
+    lists of cells (see `language`). The metadata describes the columns to Hugging Face `datasets`.
     """
     fields, arrays = [], []
     described: dict[str, dict[str, Any]] = {}
@@ -130,6 +165,9 @@ def data_table(columns: Mapping[str, Any], features: Features) -> pa.Table:
             described[key] = {"_type": "Image"}
             type_ = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
             array = pa.array([{"bytes": data, "path": None} for data in columns[key]], type_)
+        elif dtype == "language":
+            described[key] = describe_language(key)
+            array = language_array(key, columns[key])
         elif dtype == "string":
             array = pa.array(list(columns[key]), pa.string())
         else:

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from piston.data.columns import DataRows, read_rows
 from piston.data.format import DERIVED, Episode
+from piston.data.language import EpisodeLabels, read_labels
 from piston.data.metadata import CAMERA_IGNORED, Metadata
 from piston.data.problems import Problem, Severity, episode_problem, unknown_key
 from piston.data.video import TOLERANCE_S, Header, VideoHeader, num_usable_cpus, read_header
@@ -28,6 +29,7 @@ class Findings:
     problems: tuple[Problem, ...]
     data: DataRows
     headers: Mapping[str, Header]
+    labels: Mapping[int, EpisodeLabels] | None = None  # by episode; None: they were not read
 
 
 def left_out(problems: Iterable[Problem], cameras: Iterable[str]) -> dict[int, Problem]:
@@ -40,10 +42,18 @@ def left_out(problems: Iterable[Problem], cameras: Iterable[str]) -> dict[int, P
 
 
 def inspect_files(
-    metadata: Metadata, episodes: Sequence[Episode], cameras: Iterable[str] | None = None
+    metadata: Metadata,
+    episodes: Sequence[Episode],
+    cameras: Iterable[str] | None = None,
+    *,
+    language: bool = False,
 ) -> Findings:
-    """Read the rows of these episodes and the headers of these cameras' videos (None: of all)."""
+    """Read the rows of these episodes and the headers of these cameras' videos (None: of all).
+
+    With `language`, their labels are read as well. What is wrong with labels is not a problem here.
+    """
     data = read_rows(metadata, episodes)
+    labels = read_labels(metadata, episodes, data) if language else None
     problems = list(metadata.problems)
     problems += [episode_problem(i, what) for i, what in sorted(data.unreadable.items())]
     problems += _missing_columns(metadata, episodes, data)
@@ -65,7 +75,7 @@ def inspect_files(
     for episode, camera, span in spans:
         if what := _damage(headers[span.path], span.start, episode.length, metadata.fps):
             problems.append(episode_problem(episode.index, f"{span.path}: {what}", camera))
-    return Findings(metadata, chosen, tuple(problems), data, headers)
+    return Findings(metadata, chosen, tuple(problems), data, headers, labels)
 
 
 def _no_frames(
@@ -96,6 +106,9 @@ def _missing_columns(
             declared = "not" if key in features else "neither declared nor"
             what = data.ignored.get(key, f"{declared} in every data file")
             yield Problem("note", key, what, "computed from the list of episodes")
+        elif features[key].is_language:
+            if key not in data.stored:  # episodes of files without the column have no labels
+                yield Problem("note", key, "declared, in no data file", "there are no such labels")
         elif key in data.stored:
             what = f"its data file has no column {key!r}, others have"
             for episode in episodes:

@@ -82,7 +82,10 @@ class Episode:
 
 @dataclasses.dataclass(frozen=True)
 class Feature:
-    """A declared feature; `dtype` is "video", "image", "string" or the name of a NumPy type."""
+    """A declared feature.
+
+    `dtype` is "video", "image", "string", "language" or the name of a NumPy type.
+    """
 
     name: str
     dtype: str
@@ -115,6 +118,11 @@ class Feature:
     def is_camera(self) -> bool:
         return self.dtype in CAMERA_DTYPES
 
+    @property
+    def is_language(self) -> bool:
+        """Whether it is a column of labels, which only `language` reads."""
+        return self.dtype == "language" or self.name in LANGUAGE
+
     def __str__(self) -> str:
         """Return what decides which values fit, such as float32[14]."""
         return f"{self.dtype}{list(self.shape)}"
@@ -125,6 +133,11 @@ DERIVED = {
     key: Feature(key, "float32" if key == "timestamp" else "int64", (1,))
     for key in ("timestamp", "frame_index", "episode_index", "index", "task_index")
 }
+
+# The columns of labels; `language` says what they hold.
+PERSISTENT, EVENTS = "language_persistent", "language_events"
+LANGUAGE = {key: Feature(key, "language", (1,)) for key in (PERSISTENT, EVENTS)}
+SUBTASK_INDEX, SUBTASKS = "subtask_index", Path("meta/subtasks.parquet")  # the older form
 
 
 def keys_of(features: Mapping[str, Feature], *dtypes: str) -> list[str]:

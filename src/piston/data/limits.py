@@ -21,14 +21,14 @@ from piston.data.statistics import BLOCK_VALUES, Frames, TransformedColumns
 from piston.transforms import compose
 
 
-def action_limits(datasets: Sequence[Any], config: DataConfig) -> Limits:
-    """Return the limits of a pipeline's data sets together, given in the pipeline's order.
+def action_limits(datasets: Sequence[Any], pipelines: Sequence[DataConfig]) -> Limits:
+    """Return the limits of one robot's data sets together, each with its pipeline.
 
     They are the range of each dimension and its largest change from one frame of an episode to the
     next, with the usual margins.
     """
     lows, highs, largest = [], [], []
-    for dataset, one in zip(datasets, config.each_set(), strict=True):
+    for dataset, one in zip(datasets, pipelines, strict=True):
         columns = TransformedColumns(dataset, one, 1)
         is_first = np.zeros(len(columns), bool)
         is_first[np.asarray(dataset.episode_bounds)[:, 0]] = True

@@ -17,6 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int64
 
+from piston.config import DataConfig
 from piston.data.format import Episode
 
 # The multiples of the golden ratio, modulo 1, are spread evenly over the unit interval.
@@ -136,11 +137,32 @@ class WeightedMixture:
         return np.concatenate([np.empty(0, np.int64), *row])[begin % size :][:count]
 
 
-def mixed(datasets: Sequence[Samples], shares: Sequence[float] = ()) -> Samples:
-    """Return one data set as it is, several as a mixture (by default all samples count equally)."""
+def joined(datasets: Sequence[Samples]) -> Samples:
+    """Return one data set as it is, several one after another."""
     if len(datasets) == 1:
         return datasets[0]
-    return WeightedMixture(datasets, shares or [len(dataset) for dataset in datasets])
+    return WeightedMixture(datasets, [len(dataset) for dataset in datasets])
+
+
+def mixed(datasets: Sequence[Samples], pipelines: Sequence[DataConfig]) -> Samples:
+    """Return one data set as it is, several as a mixture with the shares of their pipelines.
+
+    A robot has its share of the samples, or else as many as all of its sets have; its sets divide
+    them by their own shares, or else by their samples.
+    """
+    if len(datasets) == 1:
+        return joined(datasets)
+    within = [
+        float(len(samples)) if one.set_share is None else one.set_share
+        for samples, one in zip(datasets, pipelines, strict=True)
+    ]
+    weights = []
+    for weight, one in zip(within, pipelines):
+        own = [number for number, other in enumerate(pipelines) if other.entry == one.entry]
+        total = sum(within[number] for number in own)
+        share = sum(len(datasets[number]) for number in own) if one.share is None else one.share
+        weights.append(weight * (share / total))
+    return WeightedMixture(datasets, weights)
 
 
 def shuffled(count: int, *key: int) -> Int64[np.ndarray, " count"]:

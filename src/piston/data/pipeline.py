@@ -1,81 +1,94 @@
-"""From a frame of a data set to what the model sees: the data set's item through all transforms.
+"""The data sets of a run: opened, checked against their pipelines, split, and as training data.
 
-    item → prompt from the task → repack → robot → normalize → model transforms → sample
-
-Opens the data sets that a configuration names, with the cameras that its repack transform uses and
-no others. Batches and their order are left to `loader`.
+Data sets are opened with the cameras that the pipeline's repack transform uses and no others. What
+a model sees of a frame is left to `samples`, batches and their order to `loader`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from piston.config import DataConfig
 from piston.data.cache import CachedFrames
 from piston.data.dataset import LeRobotDataset, open_dataset
-from piston.data.format import DERIVED, Episode, Feature, dimension_names, locate
+from piston.data.format import DERIVED, INFO, Episode, Feature, dimension_names, locate
+from piston.data.image_text import ImageTextSet, questions_of
 from piston.data.metadata import Metadata
 from piston.data.mixture import EpisodeChoice, Samples, shorten, split_episodes
-from piston.data.problems import EpisodeError, unknown_key
+from piston.data.problems import advising, unknown_key
+from piston.data.samples import PADDING_KEY, FakeDataset, TrainingData, check_cache
 from piston.models.configs import ModelConfig
-from piston.transforms import Data, RepackTransform, compose, flatten_dict
+from piston.transforms import RepackTransform, flatten_dict
+from piston.transforms.prompts import TokenizePrompt
 
 logger = logging.getLogger(__name__)
 
-PADDING_KEY = "action_is_pad"
-# What a sample holds of an item: what models take, and where it came from.
-MODEL_KEYS = (
-    *("image", "image_mask", "state", "actions", PADDING_KEY),
-    *("tokenized_prompt", "tokenized_prompt_mask", "token_ar_mask", "token_loss_mask"),
-)
-PLACE_KEYS = ("set_index", "episode_index", "frame_index", "index")
+# What a pipeline reads: a LeRobot data set, or a table of pictures with questions.
+Source = LeRobotDataset | ImageTextSet
 
 
 def open_training_data(
     config: DataConfig,
     model: ModelConfig,
     *,
-    source: LeRobotDataset | None = None,
+    source: Source | None = None,
     episodes: EpisodeChoice = None,
     cache_frames: bool = False,
 ) -> Samples:
     """Return what a model sees of some episodes of one data set.
 
     `source` is the data set of `config` if it is open already. With `cache_frames`, frames that the
-    cache lacks are decoded now.
+    cache lacks are decoded now; pictures with questions are decoded when they are used.
     """
     if config.fake:
         return FakeDataset(model)
-    dataset = (source or open_source(config, model)).select(episodes)
-    plain = TrainingData(dataset, config)
+    if source is None:
+        [source] = open_sources([config], model)
+    if not isinstance(source, LeRobotDataset):
+        return TrainingData(source, config, model)
+    dataset = source.select(episodes)
+    if not config.has_actions:
+        questions = questions_of(dataset)
+        if not questions:
+            raise ValueError(
+                f"The episodes of {config.title} that are not held out have no questions. Choose "
+                f"others with {config.flag('episodes')}, or hold out fewer."
+            )
+        return TrainingData(questions, config, model)
+    plain = TrainingData(dataset, config, model)
     if not cache_frames:
         return plain
     frames = CachedFrames(dataset, model.image_size)
     with advising(config):
         frames.build()
-    cached = TrainingData(frames, config)
+    cached = TrainingData(frames, config, model)
     check_cache(plain, cached)
     return cached
 
 
-def open_sources(config: DataConfig, model: ModelConfig) -> list[LeRobotDataset]:
-    """Open all data sets of a pipeline. Raise ValueError if their robots or rates differ."""
-    sets = config.each_set()
-    first, *others = sources = [open_source(one, model) for one in sets]
-    for one, other in zip(sets[1:], others):
-        if differences := _differences(first.metadata, other.metadata, keys_used(config)):
+def open_sources(pipelines: Sequence[DataConfig], model: ModelConfig) -> list[Source]:
+    """Open all data sets. Raise ValueError if those of one robot differ in features or rates."""
+    sources: list[Source] = []
+    for one in pipelines:
+        try:
+            sources.append(open_source(one, model) if one.has_actions else open_questions(one))
+        except (OSError, KeyError) as error:  # `advising` adds to others where they are from
+            if one.entry:
+                error.add_note(f"in the data of {one.entry}")
+            raise
+    firsts: dict[str, tuple[DataConfig, LeRobotDataset]] = {}
+    for one, source in zip(pipelines, sources):
+        if not isinstance(source, LeRobotDataset) or not one.has_actions:
+            continue
+        config, first = firsts.setdefault(one.entry, (one, source))
+        if differences := _differences(first.metadata, source.metadata, keys_used(config)):
             raise ValueError(
-                f"{one.repo_id} was not recorded like {config.repo_id}: {'; '.join(differences)}. "
+                f"{one.title} was not recorded like {config.repo_id}: {'; '.join(differences)}. "
                 "Data sets that are used together need the same features and control rate; convert "
-                "the one that differs, or remove it from --data.extra-datasets."
+                f"the one that differs, or remove it from {one.flag('extra-datasets')}."
             )
     return sources
 
@@ -106,18 +119,25 @@ def _differences(first: Metadata, other: Metadata, used: Iterable[str] | None) -
     return found
 
 
+def episodes_of(source: Source) -> Sequence[Episode]:
+    """Return the episodes of a data set; a table of pictures has none."""
+    return source.episodes if isinstance(source, LeRobotDataset) else ()
+
+
 def split_sources(
-    sources: Sequence[LeRobotDataset], num_held_out: int, *, seed: int
+    pipelines: Sequence[DataConfig], sources: Sequence[Source], num_held_out: int, *, seed: int
 ) -> list[tuple[list[int], list[int]]]:
     """Return the episodes of each data set to train on and to validate on, which may be none.
 
-    If a data set occurs twice, an episode is held out of both, and validated on in the first only.
+    If a data set occurs twice, an episode is held out of both, and validated on in the first robot
+    only. A table of pictures has no episodes; all of it is trained on.
     """
+    recorded = [source for source in sources if isinstance(source, LeRobotDataset)]
     if not num_held_out:
-        return [([episode.index for episode in source.episodes], []) for source in sources]
-    roots = [source.metadata.root.resolve() for source in sources]
+        return [([one.index for one in episodes_of(source)], []) for source in sources]
+    roots = [source.metadata.root.resolve() for source in recorded]
     known: dict[Path, dict[int, Episode]] = {root: {} for root in roots}
-    for source, root in zip(sources, roots):
+    for source, root in zip(recorded, roots):
         known[root] |= {episode.index: episode for episode in source.episodes}
     held_out: dict[Path, list[int]] = {}
     for root, episodes in known.items():
@@ -127,29 +147,33 @@ def split_sources(
             error.add_note(f"in {root}")
             raise
     remaining = {root: set(episodes) for root, episodes in held_out.items()}
-    parts = []
-    for source, root in zip(sources, roots):
-        own = {episode.index for episode in source.episodes}
+    parts: list[tuple[list[int], list[int]]] = []
+    for pipeline, one in zip(pipelines, sources, strict=True):
+        if not isinstance(one, LeRobotDataset):
+            parts.append(([], []))
+            continue
+        root, own = one.metadata.root.resolve(), {episode.index for episode in one.episodes}
         if not (kept := own.difference(held_out[root])):
             raise ValueError(f"All episodes chosen of {root} ({shorten(own)}) are held out.")
-        parts.append((sorted(kept), sorted(own & remaining[root])))
-        remaining[root] -= own
+        chosen = own & remaining[root] if pipeline.has_actions else set()
+        parts.append((sorted(kept), sorted(chosen)))
+        remaining[root] -= chosen
     return parts
 
 
 def open_source(config: DataConfig, model: ModelConfig) -> LeRobotDataset:
-    """Open the data set of a pipeline, with actions as chunks of the model's horizon."""
+    """Open the data set of a robot's pipeline, with actions as chunks of the model's horizon."""
     if config.not_readable is not None:
         raise ValueError(config.not_readable)
-    if config.repo_id is None:
-        raise ValueError("No data set is named: give --data.repo-id, a folder or owner/name.")
-    metadata = Metadata.read(locate(config.repo_id))
+    root = _located(config)
+    with advising(config):
+        metadata = Metadata.read(root)
     rate = config.robot_metadata.get("control_hz", metadata.fps)
     if not math.isclose(rate, metadata.fps, rel_tol=1e-3):
         logger.warning(
             "%s has %g frames per second, the robot %g control steps: a chunk lasts longer or "
             "shorter on the robot than in the data.",
-            *(config.repo_id, metadata.fps, rate),
+            *(config.title, metadata.fps, rate),
         )
     features, used = metadata.features, keys_used(config)
     steps = config.steps_read(model.action_horizon)
@@ -162,10 +186,59 @@ def open_source(config: DataConfig, model: ModelConfig) -> LeRobotDataset:
             sequences=dict.fromkeys(config.action_sequence_keys, steps),
             episodes=config.episodes,
             cameras=used and [key for key in used if key in features and features[key].is_camera],
+            language=config.subtasks,
         )
+        if config.subtasks and not dataset.subtasks:
+            raise ValueError(
+                f"{metadata.root} has no labels of subtasks (neither language_persistent nor "
+                f"subtask_index), but {config.flag('subtasks')} is set. Label it, or set "
+                f"{config.flag('no-subtasks')}."
+            )
     # What is declared may have no data.
     _require_keys(config, metadata, dataset.keys, known=(*dataset.cameras, *dataset.keys))
     return dataset
+
+
+def _located(config: DataConfig) -> Path:
+    if config.repo_id is None:
+        flag = config.flag("repo-id")
+        raise ValueError(f"No data set is named: give {flag}, a folder or owner/name.")
+    return locate(config.repo_id)
+
+
+def open_questions(config: DataConfig) -> Source:
+    """Open a table of pictures with questions, or a LeRobot data set that has such labels."""
+    root = _located(config)
+    with advising(config):
+        if not (root / INFO).is_file():
+            if config.episodes is not None:
+                raise ValueError(
+                    f"{config.flag('episodes')} is set, but {root} is a table without episodes."
+                )
+            return ImageTextSet(root)
+        dataset = open_dataset(root, episodes=config.episodes, language=True)
+        if not dataset.questions:
+            raise ValueError(
+                f"{root} has no questions: expected rows of style vqa in language_events."
+            )
+    return dataset
+
+
+def require_short_texts(source: Source, config: DataConfig) -> None:
+    """Raise ValueError if a subtask or an answer has more tokens than the model keeps for it."""
+    if config.has_actions:
+        texts = source.subtasks if isinstance(source, LeRobotDataset) and config.subtasks else ()
+    elif isinstance(source, LeRobotDataset):
+        texts = tuple(dict.fromkeys(question.answer for _, question in source.questions))
+    else:
+        texts = source.answers
+    for one in config.model_transforms.inputs:
+        if isinstance(one, TokenizePrompt) and one.response is not None:
+            with advising(config):
+                for text in texts:
+                    one.response.text(
+                        one.tokenizer, text, "subtask" if config.has_actions else "answer"
+                    )
 
 
 def _require_keys(
@@ -186,18 +259,6 @@ def _require_keys(
             )
 
 
-def leave_out(config: DataConfig, episodes: Iterable[int | str]) -> str:
-    """Return the option that also leaves out these episodes, for a message."""
-    exclusions = ",".join(f"!{episode}" for episode in episodes)
-    choice = f"{config.episodes},{exclusions}" if config.episodes else exclusions
-    if config.set_index:
-        return f"'{config.repo_id}#{choice}' in --data.extra-datasets"
-    option = f"--data.episodes '{choice}'"
-    if config.extra_datasets:  # which of the sets is not known
-        option += f", or of another set 'SET#{exclusions}' in --data.extra-datasets"
-    return option
-
-
 def action_names(source: LeRobotDataset, config: DataConfig, dim: int) -> tuple[str, ...]:
     """Return names of the actions' dimensions: the data set's, else the robot's, else numbers."""
     features = [source.metadata.features[key] for key in config.action_sequence_keys]
@@ -210,19 +271,6 @@ def action_names(source: LeRobotDataset, config: DataConfig, dim: int) -> tuple[
     return tuple(known if declared == numbered else declared)
 
 
-@contextlib.contextmanager
-def advising(config: DataConfig) -> Iterator[None]:
-    """Add to an error which data set it is about, and how to leave out an episode."""
-    try:
-        yield
-    except ValueError as error:
-        advice = ""
-        if isinstance(error, EpisodeError):
-            advice = f". To leave the episode out: {leave_out(config, [error.episode])}"
-        error.add_note(f"in {config.repo_id}{advice}")
-        raise
-
-
 def keys_used(config: DataConfig) -> list[str] | None:
     """Return the data set's keys that the repack transform names; None if they are not known."""
     names = repacked(config)
@@ -233,108 +281,3 @@ def repacked(config: DataConfig) -> dict[str, str] | None:
     """Return the data set's keys by the names that the repack transform gives them."""
     first = next(iter(config.repack_transforms.inputs), None)
     return flatten_dict(first.structure) if isinstance(first, RepackTransform) else None
-
-
-class TrainingData:
-    """`data[i]` is frame i as the model sees it: NumPy arrays, images uint8.
-
-    `action_is_pad` (horizon,) marks steps beyond the end of the episode. Errors name the data set,
-    the episode and the frame.
-    """
-
-    def __init__(self, dataset: LeRobotDataset | CachedFrames, config: DataConfig) -> None:
-        self._dataset = dataset
-        self._config = config
-        tasks = (PromptFromItem(),) if config.prompt_from_task else ()
-        self._transform = compose((*tasks, *config.input_transforms(training=True)))
-        self._padding = f"{config.action_sequence_keys[0]}_is_pad"
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        with advising(self._config):
-            item = self._dataset[index]
-        try:
-            padding = np.asarray(item[self._padding])
-            sample = self._transform({**item, PADDING_KEY: padding})
-            num_steps = np.shape(sample["actions"])[-2]
-            if PADDING_KEY not in sample and num_steps != len(padding):
-                raise ValueError(
-                    f"The robot's transforms changed the chunk from {len(padding)} steps to "
-                    f"{num_steps} and dropped {PADDING_KEY!r}: return it with the actions, with "
-                    "the same steps."
-                )
-            sample = {PADDING_KEY: padding, **sample}
-            kept = {key: sample[key] for key in MODEL_KEYS if key in sample}
-            for key in ("state", "actions"):
-                kept[key] = np.asarray(kept[key], np.float32)
-            place = {**item, "set_index": self._config.set_index}
-            return kept | {key: np.int64(place[key]) for key in PLACE_KEYS}
-        except Exception as error:
-            error.add_note(
-                f"in frame {item['frame_index']} of episode {item['episode_index']} of "
-                f"{self._config.repo_id}"
-            )
-            raise
-
-
-@dataclasses.dataclass(frozen=True)
-class PromptFromItem:
-    """Take the task of an item as its prompt."""
-
-    def __call__(self, data: Data) -> Data:
-        return {**data, "prompt": data["task"]}
-
-
-def check_cache(plain: TrainingData, cached: TrainingData) -> None:
-    """Raise ValueError if it matters that cached frames are resized before other transforms."""
-    for index in sorted({0, len(plain) // 2, len(plain) - 1}):
-        expected, found = plain[index]["image"], cached[index]["image"]
-        for name, image in expected.items():
-            if not np.array_equal(found[name], image):
-                raise ValueError(
-                    f"With cached frames, camera {name!r} of frame {index} looks different: the "
-                    "robot's transforms crop or rotate images before they are resized. Train "
-                    "without the cache, or crop and rotate when recording."
-                )
-
-
-@dataclasses.dataclass(frozen=True)
-class FakeDataset:
-    """Random samples in the model's shapes; sample i is always the same."""
-
-    model: ModelConfig
-    length: int = 1024
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        if not 0 <= index < self.length:
-            raise IndexError(f"There is no sample {index}; there are {self.length}.")
-        model, random = self.model, np.random.default_rng([2024, index])
-        pixels = (model.image_size, model.image_size, 3)
-        chunk = (model.action_horizon, model.action_dim)
-        images = {name: random.integers(256, size=pixels, dtype=np.uint8) for name in model.cameras}
-        state = random.uniform(-1, 1, model.action_dim).astype(np.float32)
-        actions = random.uniform(-1, 1, chunk).astype(np.float32)
-        # Random tokens up to a random length; a model may have to write the second half.
-        longest = model.prompt_length
-        length = int(random.integers(longest // 2, longest + 1))
-        mask = np.arange(longest) < length
-        tokens = random.integers(1, model.vocab_size, longest).astype(np.int32)
-        prompt = {"tokenized_prompt": np.where(mask, tokens, 0), "tokenized_prompt_mask": mask}
-        if model.action_tokenizer is not None:
-            written = mask & (np.arange(longest) >= length // 2)
-            prompt |= {"token_ar_mask": written.astype(np.int32), "token_loss_mask": written}
-        return {
-            "image": images,
-            "image_mask": dict.fromkeys(model.cameras, np.True_),
-            "state": state,
-            "actions": actions,
-            PADDING_KEY: np.zeros(model.action_horizon, bool),
-            **prompt,
-            **dict.fromkeys(("set_index", "episode_index"), np.int64(0)),
-            **dict.fromkeys(("frame_index", "index"), np.int64(index)),
-        }

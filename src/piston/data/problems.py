@@ -6,13 +6,15 @@ for group in grouped(check_dataset("folder")):
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Literal
 
 import numpy as np
 
+from piston.config import DataConfig
 from piston.suggestions import did_you_mean
 
 Severity = Literal["error", "warning", "note"]
@@ -141,3 +143,33 @@ def ranges(numbers: Sequence[int]) -> str:
     runs = np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1)
     shown = [str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs[:5]]
     return ", ".join(shown) + (" …" if len(runs) > 5 else "")
+
+
+def leave_out(config: DataConfig, episodes: Iterable[int | str]) -> str:
+    """Return the option that also leaves out these episodes, for a message."""
+    exclusions = ",".join(f"!{episode}" for episode in episodes)
+    choice = f"{config.episodes},{exclusions}" if config.episodes else exclusions
+    if config.is_extra:
+        return f"'{config.repo_id}#{choice}' in {config.flag('extra-datasets')}"
+    return f"{config.flag('episodes')} '{choice}'"
+
+
+def leave_out_any(pipelines: Sequence[DataConfig]) -> str:
+    """Return how to leave out an episode N where it is not known which data set has it."""
+    first = leave_out(pipelines[0], ["N"])
+    if len(pipelines) == 1:
+        return first
+    return f"{first}, or of another set likewise: {leave_out(pipelines[1], ['N'])}"
+
+
+@contextlib.contextmanager
+def advising(config: DataConfig) -> Iterator[None]:
+    """Add to an error which data set it is about, and how to leave out an episode."""
+    try:
+        yield
+    except ValueError as error:
+        advice = ""
+        if isinstance(error, EpisodeError):
+            advice = f". To leave the episode out: {leave_out(config, [error.episode])}"
+        error.add_note(f"in {config.title}{advice}")
+        raise

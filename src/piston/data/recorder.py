@@ -6,6 +6,10 @@
                 recorder.add_frame({**observation, "action": action}, task="Fold the towel")
             recorder.save_episode()
 
+With `language=True`, frames can have a subtask and questions about their pictures (see `language`):
+
+    recorder.add_frame(frame, task, subtask="grasp the corner", questions=[Question(…)])
+
 After every `save_episode` the set on disk is complete and readable, whatever happens to the process
 (see `writer`). Frames that were not saved are not part of the set. A thread per camera encodes
 while the robot moves; if it cannot keep up, `add_frame` waits instead of filling memory.
@@ -20,7 +24,7 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from fractions import Fraction
 from pathlib import Path
@@ -34,12 +38,14 @@ from PIL import Image
 from piston.data.features import (
     FrameError,
     check_frame,
+    check_labels,
     declare_features,
     frame_histogram,
     image_stats,
     sampled_frames,
 )
-from piston.data.format import CAMERA_DTYPES, INFO, keys_of, read_features, read_info
+from piston.data.format import CAMERA_DTYPES, INFO, LANGUAGE, keys_of, read_features, read_info
+from piston.data.language import Question, label_cells
 from piston.data.writer import RECORDING, DatasetWriter, NewEpisode, new_info
 
 logger = logging.getLogger(__name__)
@@ -171,7 +177,7 @@ class CameraThread:
         self._encode = encode
         self._encoded: Future[Any] = Future()
         self._queue: queue.Queue[np.ndarray | None] = queue.Queue(maxsize=QUEUE_FRAMES)
-        self._cancelled = False
+        self._cancelled = self._ended = False
         # A daemon: a program that exits without saving must not wait for the queue.
         self._thread = threading.Thread(target=self._run, name=f"camera {name}", daemon=True)
         self._thread.start()
@@ -200,8 +206,9 @@ class CameraThread:
             pass
         except BaseException as error:
             self._encoded.set_exception(error)
-            # Keep taking frames, or the recording loop would wait for ever on a full queue.
-            while self._queue.get() is not None:
+            # Keep taking frames, or the recording loop would wait for ever on a full queue. There
+            # are none if the error came at the end of the video.
+            while not self._ended and self._queue.get() is not None:
                 pass
 
     def _images(self) -> Images:
@@ -209,6 +216,7 @@ class CameraThread:
             if not self._cancelled:
                 yield image
                 self.histograms.append(frame_histogram(image))
+        self._ended = True
         if self._cancelled:
             raise CancelledError
 
@@ -225,15 +233,16 @@ class Recorder:
         codec: str | VideoEncoding | None = None,
         *,
         resume: bool = False,
+        language: bool = False,
     ) -> None:
         """`features` are entries as in info.json; timestamp, index and the like are added.
 
         `codec` is "av1" (LeRobot's default, small files), "h264" (least CPU time) or a
         VideoEncoding. With `resume`, a set that exists at `root` is continued; without, it is an
-        error.
+        error. With `language`, the set has columns for subtasks and questions.
         """
         self.root = Path(root)
-        declared = declare_features(features)
+        declared = declare_features(features, language=language)
         self._info = new_info(fps, declared, robot_type)
         self._encoding = VideoEncoding.choose(codec)
         for camera in keys_of(declared, "video"):
@@ -248,7 +257,8 @@ class Recorder:
         """Continue the set at `root`; an episode that was not finished is dropped."""
         info = read_info(Path(root))
         robot_type = info.get("robot_type")
-        recorder = cls(root, info["fps"], info["features"], robot_type, codec, resume=True)
+        options = {"resume": True, "language": not LANGUAGE.keys().isdisjoint(info["features"])}
+        recorder = cls(root, info["fps"], info["features"], robot_type, codec, **options)
         recorder._start()
         return recorder
 
@@ -267,12 +277,29 @@ class Recorder:
         """Frames of the episode in progress."""
         return len(self._tasks)
 
-    def add_frame(self, frame: Mapping[str, Any], task: str) -> None:
-        """Add one step. Raise FrameError, and add nothing, if it does not fit the features."""
+    def add_frame(
+        self,
+        frame: Mapping[str, Any],
+        task: str,
+        *,
+        subtask: str | None = None,
+        questions: Sequence[Question] = (),
+    ) -> None:
+        """Add one step. Raise FrameError, and add nothing, if it does not fit the features.
+
+        A subtask lasts until the next one, so after the first one of an episode every frame has to
+        have one.
+        """
         writer = self._start()
         checked = check_frame(frame, writer.features)
         if not isinstance(task, str) or not task.strip():
             raise FrameError(f"the task must be a sentence, found {task!r}")
+        check_labels(subtask, questions, writer.features)
+        if self._subtasks and self._subtasks[-1] and not subtask:
+            raise FrameError(
+                f"the frame has no subtask, but the one before has {self._subtasks[-1]!r}. The "
+                "format cannot say that a subtask ends: give the frame the same one or the next one"
+            )
         if not self._threads:
             self._start_threads(writer)
         for key, value in checked.items():
@@ -281,6 +308,8 @@ class Recorder:
             else:
                 self._columns.setdefault(key, []).append(value)
         self._tasks.append(task)
+        self._subtasks.append(subtask or "")
+        self._questions.append(tuple(questions))
 
     def save_episode(self) -> None:
         """Store the frames so far as an episode. On an error (a full disk) they are dropped."""
@@ -291,9 +320,12 @@ class Recorder:
             encoded = {key: thread.finish() for key, thread in self._threads.items()}
             videos = {key: encoded.pop(key) for key in keys_of(writer.features, "video")}
             sample = sampled_frames(len(self._tasks))
+            columns = {key: np.stack(rows) for key, rows in self._columns.items()} | encoded
+            if LANGUAGE.keys() <= writer.features.keys():
+                columns |= label_cells(self._subtasks, self._questions, writer.fps)
             episode = NewEpisode(
                 videos=videos,
-                columns={key: np.stack(rows) for key, rows in self._columns.items()} | encoded,
+                columns=columns,
                 frame_tasks=self._tasks,
                 image_stats={
                     key: image_stats([thread.histograms[i] for i in sample])
@@ -334,6 +366,8 @@ class Recorder:
         self._threads: dict[str, CameraThread] = {}
         self._columns: dict[str, list[np.ndarray]] = {}
         self._tasks: list[str] = []
+        self._subtasks: list[str] = []  # "" for none
+        self._questions: list[tuple[Question, ...]] = []
 
     def _start(self) -> DatasetWriter:
         if self._closed:
@@ -367,6 +401,16 @@ class Recorder:
             raise ValueError(
                 f"{self.root} is a LeRobot {version} set, only v3.0 can be continued. "
                 f"Convert it: piston data convert {self.root} NEW_FOLDER"
+            )
+        theirs_labelled, ours_labelled = (
+            not LANGUAGE.keys().isdisjoint(info["features"]) for info in (found, self._info)
+        )
+        if theirs_labelled != ours_labelled:
+            has = "has" if theirs_labelled else "does not have"
+            raise ValueError(
+                f"{self.root} {has} the columns {', '.join(LANGUAGE)}, this recording has "
+                f"language={ours_labelled}. Continue it with language={theirs_labelled}, or choose "
+                "another folder"
             )
         theirs, ours = (
             {"fps": info["fps"], "robot_type": info.get("robot_type")}

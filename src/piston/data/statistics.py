@@ -20,7 +20,9 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from piston.config import DataConfig
 from piston.data.check import worker_threads
-from piston.data.pipeline import PADDING_KEY, keys_used, leave_out
+from piston.data.pipeline import keys_used
+from piston.data.problems import leave_out
+from piston.data.samples import PADDING_KEY
 from piston.progress import Progress, no_progress
 from piston.transforms import Data, compose, missing_key
 from piston.transforms.normalize import EPSILON, NormStats
@@ -308,7 +310,7 @@ class TransformedColumns:
         """Return the episode of a frame, and where the frame is in words."""
         position = int(np.searchsorted(self._starts, frame, side="right")) - 1
         index, within = self._episodes[position].index, frame - self._starts[position]
-        return index, f"frame {within} of episode {index} of {self.config.repo_id}"
+        return index, f"frame {within} of episode {index} of {self.config.title}"
 
     def _transformed(self, frames: Frames) -> dict[str, np.ndarray]:
         data: Data = {
@@ -332,7 +334,7 @@ class TransformedColumns:
         data = self._transform(data)
         for key in STATISTICS_KEYS:
             if key not in data:
-                raise missing_key(key, data, f"Statistics of {self.config.repo_id}")
+                raise missing_key(key, data, f"Statistics of {self.config.title}")
         return {key: np.asarray(data[key]) for key in STATISTICS_KEYS}
 
 
@@ -368,7 +370,7 @@ def require_finite(dataset: Any, config: DataConfig, horizon: int) -> None:
         listed = [f"episode {index} (frame {frames})" for index, frames in found.items()]
         more = f" and {len(found) - _SHOWN} more episodes" if len(found) > _SHOWN else ""
         raise ValueError(
-            f"States or actions of {config.repo_id} are NaN or infinite: "
+            f"States or actions of {config.title} are NaN or infinite: "
             f"{', '.join(listed[:_SHOWN])}{more}. Repair them, or leave the episodes out: "
             f"{leave_out(config, found)}"
         )

@@ -73,7 +73,7 @@ MAX_CHUNKS = 1000  # LeRobot reads data files in the order of their names, which
 class NewEpisode:
     """One whole episode, ready to be stored."""
 
-    columns: dict[str, Any]  # feature -> (n, *shape) array, or n encoded images
+    columns: dict[str, Any]  # feature -> (n, *shape) array, or n encoded images or cells of labels
     frame_tasks: list[str]
     videos: dict[str, Path]  # camera -> mp4 in the set's .recording folder
     image_stats: EpisodeStats  # of cameras and image columns
@@ -262,7 +262,7 @@ class DatasetWriter:
         stats = {
             key: episode.image_stats.get(key) or column_stats(np.asarray(columns[key]))
             for key, feature in self.features.items()
-            if feature.dtype != "string"
+            if feature.dtype not in ("string", "language")
         }
         files = self._new_files()
         place = self._place(self._next_file).values()

@@ -19,6 +19,8 @@ import numpy as np
 from jaxtyping import Float
 from PIL import Image
 
+from piston.data.language import Question
+from piston.sim.labels import SIDES, Answers, ask, image_position
 from piston.sim.rendering import MujocoEnvironment, View, World
 
 import dm_control.mujoco  # isort: skip  (after rendering, which chooses OpenGL)
@@ -37,6 +39,15 @@ MAX_REWARD = 4
 
 # The vertical field of view of gym-aloha's top camera is 78°. Its centre half as an angle:
 _TOP = View("top", float(np.degrees(2 * np.arctan(np.tan(np.radians(78 / 2)) / 2))))
+
+# Answers about an image. In metres, except rows of the image, which go from 0 to 1.
+_LIFTED = 0.06
+_ON_TABLE: Answers = (("yes", 0.0, 0.025), ("no", _LIFTED, 1.0))  # height of the centre
+_LOW: Answers = (("no", 0.0, 0.64), ("yes", 0.68, 1.0))
+_HIGHER: Answers = (("the peg", -1.0, -0.04), ("the socket", 0.04, 1.0))  # rows between them
+_INSERTED: Answers = (("yes", 0.0, 0.106), ("no", 0.135, 1.0))  # from centre to centre
+# From the middle of a hand's fingers to the centre of the cube, and the state of its gripper.
+_HELD_DISTANCE, _HELD_GRIPPER, _FREE_DISTANCE = 0.055, 0.66, 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +118,53 @@ class _Aloha(MujocoEnvironment):
             # An untrained policy may send commands at which the simulation diverges.
             logger.warning("%s, seed %s: the episode ends here. %s", self.name, self.seed, error)
             return 0.0, False, True
+
+    def questions(self) -> list[Question]:
+        (camera,), objects = self.cameras.values(), self._physics.data.qpos[16:].reshape(-1, 7)
+        about = self._about_cube if "cube" in self.task.objects else self._about_insertion
+        return about(camera, *objects[:, :3])
+
+    def _about_cube(self, camera: str, cube: Float[np.ndarray, " 3"]) -> list[Question]:
+        column, row = image_position(self._current(), _TOP, cube)
+        lies = cube[2] < _LIFTED  # the hands always hold it low in the image
+        return [
+            *ask(camera, "where is the cube?", column, SIDES),
+            *(ask(camera, "is the cube low in the image?", row, _LOW) if lies else ()),
+            *ask(camera, "is the cube on the table?", cube[2], _ON_TABLE),
+            *(Question(camera, "which hand holds the cube?", hand) for hand in self._holding(cube)),
+        ]
+
+    def _about_insertion(
+        self, camera: str, peg: Float[np.ndarray, " 3"], socket: Float[np.ndarray, " 3"]
+    ) -> list[Question]:
+        rows = [image_position(self._current(), _TOP, thing)[1] for thing in (peg, socket)]
+        apart = float(np.linalg.norm(peg - socket))
+        return [
+            *ask(camera, "which is higher in the image?", rows[0] - rows[1], _HIGHER),
+            *ask(camera, "is the peg on the table?", peg[2], _ON_TABLE),
+            *ask(camera, "is the peg in the socket?", apart, _INSERTED),
+        ]
+
+    def _holding(self, cube: Float[np.ndarray, " 3"]) -> list[str]:
+        """Return which hand holds the cube as one answer; none if the image does not show it.
+
+        It does not show whether fingers around the cube have closed, unless they have lifted it.
+        """
+        model, data = self._physics.model, self._physics.data
+        state, held = tasks.BimanualViperXTask.get_qpos(self._physics), []
+        for hand, gripper in ("left", state[6]), ("right", state[13]):
+            names = (f"vx300s_{hand}/10_{side}_gripper_finger" for side in ("left", "right"))
+            fingers = np.mean(
+                [data.geom_xpos[model.name2id(name, "geom")] for name in names], axis=0
+            )
+            distance = np.linalg.norm(fingers - cube)
+            if distance < _HELD_DISTANCE and gripper < _HELD_GRIPPER:
+                held.append(hand)
+            elif distance < _FREE_DISTANCE:
+                return []
+        if held and cube[2] < _LIFTED:
+            return []
+        return ["both" if len(held) == 2 else held[0] if held else "neither"]
 
     def _current(self) -> World:
         return World(self.task.model_file, self._physics.model.ptr, self._physics.data.ptr)

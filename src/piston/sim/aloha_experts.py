@@ -2,7 +2,8 @@
 
 An expert is a table per arm: at this step, the finger tips are at this place, the gripper has this
 orientation and is open or closed. Closed-form inverse kinematics turn the tables into joint angles,
-with smooth motion between them, planned once from the initial poses of the objects.
+with smooth motion between them, planned once from the initial poses of the objects. The tables also
+name the parts of the task.
 
     waist ─ shoulder ─ upper arm ─ elbow ─ forearm ─┬─ forearm roll, wrist angle, wrist rotate
                                                     └─ their axes meet in one point: the wrist
@@ -117,9 +118,6 @@ def _about(axis: int, angle: float) -> Float[np.ndarray, "3 3"]:
 
 # -- plans
 
-# From a step on: where the finger tips are, whether the gripper is open, and its angles.
-Row = tuple[int, Position, float, Mapping[str, float]]
-Plan = Float[np.ndarray, "t 14"]
 Poses = dict[str, Sequence[float]]
 
 OPEN, CLOSED = 1.0, 0.0
@@ -133,19 +131,42 @@ _SOCKET_HEIGHT = 0.026
 _ABOVE = 0.12
 
 
+class Row(NamedTuple):
+    """From this step on the finger tips are there and the gripper is open or closed.
+
+    The motion to this place begins at the step of the row before. `subtask` is the part of the task
+    that begins with this motion, "" if a part continues; it lasts until the next part begins in
+    either table. Image and joints must show at a single moment which part it is.
+    """
+
+    step: int
+    position: Position
+    gripper: float
+    angles: Mapping[str, float]
+    subtask: str = ""
+
+
+class Plan(NamedTuple):
+    """What happens in every step of an episode."""
+
+    actions: Float[np.ndarray, "t 14"]
+    subtasks: list[str]
+
+
 class ScriptedAloha(Expert):
     """Executes a plan that is made when the episode starts."""
 
     def __init__(self, make_plan: Callable[[Poses], Plan]) -> None:
         self._make_plan = make_plan
-        self._actions: Iterator[np.ndarray] = iter(())
+        self._steps: Iterator[tuple[np.ndarray, str]] = iter(())
 
     def start(self, environment: Environment) -> None:
-        self._actions = iter(self._make_plan(environment.initial_state()["objects"]))
+        plan = self._make_plan(environment.initial_state()["objects"])
+        self._steps = zip(plan.actions, plan.subtasks, strict=True)
 
     def act(self) -> Demonstration | None:
-        action = next(self._actions, None)
-        return None if action is None else Demonstration(action, action)
+        action, subtask = next(self._steps, (None, ""))
+        return None if action is None else Demonstration(action, action, subtask)
 
 
 def plan_transfer(poses: Poses) -> Plan:
@@ -156,28 +177,28 @@ def plan_transfer(poses: Poses) -> Plan:
     ahead, aside, _ = RIGHT.local(cube)
     pick = {"yaw": float(np.arctan2(aside, ahead)) / 2, "pitch": np.radians(72)}
     middle, give = (0, 0.5, 0.28), {"pitch": np.radians(64)}
-    right: list[Row] = [
-        (34, above, OPEN, pick),
-        (58, cube, OPEN, pick),
-        (66, cube, CLOSED, pick),
-        (74, cube, CLOSED, pick),
-        (120, middle, CLOSED, give),
-        (172, middle, CLOSED, give),
-        (180, middle, OPEN, give),
-        (184, middle, OPEN, give),
-        (208, (0.1, 0.5, 0.36), OPEN, give),
+    right = [
+        Row(34, above, OPEN, pick, "reach for the cube"),
+        Row(58, cube, OPEN, pick),
+        Row(66, cube, CLOSED, pick, "grasp the cube"),
+        Row(74, cube, CLOSED, pick),
+        Row(120, middle, CLOSED, give, "bring it to the middle"),
+        Row(172, middle, CLOSED, give),
+        Row(180, middle, OPEN, give),
+        Row(184, middle, OPEN, give),
+        Row(208, (0.1, 0.5, 0.36), OPEN, give, "move apart"),
     ]
     # Fingers above and below, where the right arm's are not.
     beside, taken, take = (-0.12, 0.5, 0.28), (0.012, 0.5, 0.28), {"roll": np.pi / 2}
-    left: list[Row] = [
-        (112, beside, OPEN, take),
-        (124, beside, OPEN, take),
-        (146, taken, OPEN, take),
-        (154, taken, CLOSED, take),
-        (184, taken, CLOSED, take),
-        (212, (-0.06, 0.5, 0.28), CLOSED, take),
+    left = [
+        Row(112, beside, OPEN, take),
+        Row(124, beside, OPEN, take),
+        Row(146, taken, OPEN, take, "approach from the left"),
+        Row(154, taken, CLOSED, take, "hand it over"),
+        Row(184, taken, CLOSED, take),
+        Row(212, (-0.06, 0.5, 0.28), CLOSED, take),
     ]
-    return np.concatenate([_move(LEFT, left, start=50), _move(RIGHT, right)], axis=1)
+    return _plan(left, right, left_start=50)
 
 
 def plan_insertion(poses: Poses) -> Plan:
@@ -185,7 +206,7 @@ def plan_insertion(poses: Poses) -> Plan:
     # The centres are 0.1 m apart when the peg meets the pin in the socket. The peg sags a little.
     socket = _bring(poses["socket"], _SOCKET_HEIGHT, (-0.08, 0.5, 0.2), (-0.05, 0.5, 0.2))
     peg = _bring(poses["peg"], _PEG_HEIGHT, (0.11, 0.5, 0.203), (0.03, 0.5, 0.203))
-    return np.concatenate([_move(LEFT, socket), _move(RIGHT, peg)], axis=1)
+    return _plan(socket, peg)
 
 
 def _bring(pose: Sequence[float], height: float, before: Position, final: Position) -> list[Row]:
@@ -193,20 +214,36 @@ def _bring(pose: Sequence[float], height: float, before: Position, final: Positi
     x, y, _ = pose[:3]
     down = {"pitch": np.radians(72)}
     return [
-        (38, (x, y, _ABOVE), OPEN, down),
-        (62, (x, y, height), OPEN, down),
-        (66, (x, y, height), CLOSED, down),
-        (86, (x, y, height), CLOSED, down),  # the fingers are slow
-        (136, before, CLOSED, down),
-        (146, before, CLOSED, down),
-        (196, final, CLOSED, down),
+        Row(38, (x, y, _ABOVE), OPEN, down, "reach for both parts"),
+        Row(62, (x, y, height), OPEN, down),
+        Row(66, (x, y, height), CLOSED, down, "grasp them"),
+        # The fingers are slow. What is held and does not move looks the same at every step, so the
+        # next part of the task begins with the wait, when the fingers have closed.
+        Row(76, (x, y, height), CLOSED, down),
+        Row(86, (x, y, height), CLOSED, down, "bring them together"),
+        Row(136, before, CLOSED, down),
+        Row(146, before, CLOSED, down, "insert the peg"),
+        Row(196, final, CLOSED, down),
     ]
+
+
+def _plan(left: Sequence[Row], right: Sequence[Row], left_start: int = 0) -> Plan:
+    """Return the steps of both arms; the left one rests until `left_start`."""
+    actions = [_move(LEFT, left, left_start), _move(RIGHT, right)]
+    begins = {
+        begin: row.subtask
+        for start, rows in ((left_start, left), (0, right))
+        for begin, row in zip([start, *(row.step for row in rows)], rows)
+        if row.subtask
+    }
+    subtasks = [begins[max(x for x in begins if x <= step)] for step in range(_NUM_STEPS)]
+    return Plan(np.concatenate(actions, axis=1), subtasks)
 
 
 def _move(arm: Arm, rows: Sequence[Row], start: int = 0) -> Float[np.ndarray, "t 7"]:
     """Return joint targets for every step: at rest until `start`, then minimum-jerk motion."""
     waypoints = [(start, _REST)]
-    for step, position, gripper, angles in rows:
+    for step, position, gripper, angles, _ in rows:
         waypoints.append((step, np.append(joints_for(arm, position, **angles), gripper)))
     targets = np.tile(_REST, (_NUM_STEPS, 1))
     for (begin, before), (end, goal) in itertools.pairwise(waypoints):

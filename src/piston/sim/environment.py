@@ -19,10 +19,13 @@ import abc
 import collections
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from jaxtyping import Float, UInt8
+
+if TYPE_CHECKING:  # it imports the readers of data sets, which a list of environments does without
+    from piston.data.language import Question
 
 # The robot's own keys: {"images": {camera: uint8 (h, w, 3)}, "state": float32, "prompt": str}
 Observation = dict[str, Any]
@@ -118,6 +121,13 @@ class Environment(abc.ABC):
         images = {key: observation["images"][camera] for camera, key in self.cameras.items()}
         return {**images, "observation.state": observation["state"]}
 
+    def questions(self) -> list[Question]:
+        """Return questions about the images of this moment, with answers from the full state.
+
+        Only what the image shows and what has one clear answer is asked.
+        """
+        return []
+
     @abc.abstractmethod
     def observe(self) -> Observation:
         """Return what the robot senses now; renders its cameras."""
@@ -151,10 +161,14 @@ class Environment(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Demonstration:
-    """The action that an expert executes in one step, and the action to learn; they may differ."""
+    """The action that an expert executes in one step, and the action to learn; they may differ.
+
+    `subtask` is the part of the task that this step belongs to, in a few words; "" if not known.
+    """
 
     executed: Float[np.ndarray, " a"]
     label: Float[np.ndarray, " a"]
+    subtask: str = ""
 
 
 class Expert(abc.ABC):

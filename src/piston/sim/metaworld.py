@@ -13,8 +13,10 @@ import numpy as np
 from gymnasium.spaces import Box
 from jaxtyping import Float, UInt8
 
+from piston.data.language import Question
 from piston.sim.environment import RECORDING_SEEDS, Demonstration, Environment, Expert
-from piston.sim.metaworld_tasks import ACTION_REPEAT, MetaworldTask
+from piston.sim.labels import SIDES, Answers, ask, image_position
+from piston.sim.metaworld_tasks import ACTION_REPEAT, MetaworldTask, Thing
 from piston.sim.rendering import MujocoEnvironment, View, World
 
 import mujoco  # isort: skip  (after rendering, which chooses OpenGL)
@@ -24,6 +26,7 @@ from metaworld.policies import ENV_POLICY_MAP
 _PACKAGE_HZ = 80
 _CAMERA = "corner4"
 _VIEW = View(_CAMERA, 45.0)
+_GRIPPER: Answers = (("no", 0.0, 0.4), ("yes", 0.8, 1.1))
 
 # Noise on the hand's motion in units of the action, and its correlation from step to step.
 _NOISE, _NOISE_CORRELATION = 0.3, 0.5
@@ -89,6 +92,31 @@ class MetaworldEnvironment(MujocoEnvironment):
     def initial_state(self) -> dict[str, Any]:
         vector = [float(value) for value in self._running()._last_rand_vec]
         return {"seed": self.seed, "task": self.task.name, "random_vector": vector}
+
+    def subtask(self) -> str:
+        """Return the part of the task that this moment belongs to; "" for most tasks."""
+        if (parts := self.task.parts) is None:
+            return ""
+        hand, thing = self.full_observation[:3], self.full_observation[4:7]
+        low, high = np.transpose(parts.box)
+        near = ((low < hand - thing) & (hand - thing < high)).all()
+        moved = parts.moved[0] < self._joint(parts.thing) < parts.moved[1]
+        return parts.move if near or moved else parts.reach
+
+    def questions(self) -> list[Question]:
+        (key,) = self.cameras.values()
+        # The package mounts this camera upside down.
+        column = 1 - image_position(self._current(), _VIEW, self._running().tcp_center)[0]
+        asked = ask(key, "where is the hand?", column, SIDES)
+        asked += ask(key, "is the gripper open?", self.full_observation[3], _GRIPPER)
+        if self.task.parts is not None:
+            thing = self.task.parts.thing
+            asked.append(Question(key, "what is on the table?", f"a {thing.name}"))
+            asked += ask(key, thing.question, self._joint(thing), thing.answers)
+        return asked
+
+    def _joint(self, thing: Thing) -> float:
+        return float(self._running().data.joint(thing.joint).qpos[0])
 
     def close(self) -> None:
         if self._package is not None:
@@ -172,4 +200,4 @@ class MetaworldExpert(Expert):
             fresh = self._random.normal(0.0, _NOISE, 3) * np.sqrt(1 - _NOISE_CORRELATION**2)
             self._push = _NOISE_CORRELATION * self._push + fresh
             executed[:3] = np.clip(executed[:3] + self._push, -1.0, 1.0)
-        return Demonstration(executed, label)
+        return Demonstration(executed, label, self._environment.subtask())

@@ -1,4 +1,4 @@
-"""MetaWorld's tasks by name: prompt and initial state. Plain data that imports no simulator.
+"""MetaWorld's tasks by name: prompt, initial state, parts. Plain data that imports no simulator.
 
 Four tasks are Piston's own: drawer and window start half open, so that the image alone does not
 show whether to open or to close them.
@@ -26,6 +26,34 @@ class Halfway:
 
 
 @dataclasses.dataclass(frozen=True)
+class Thing:
+    """What a task moves, and a question about it."""
+
+    name: str
+    joint: str
+    question: str
+    # Each answer with the range of the joint's position in which it is right.
+    answers: tuple[tuple[str, float, float], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """The two parts of a task: the hand reaches for a thing and then moves it.
+
+    The second part has begun if the hand is in a box about the thing, or if the thing has moved
+    beyond the positions where it starts. Both can be seen in the image.
+    """
+
+    thing: Thing
+    reach: str
+    move: str
+    # Ranges of the hand's position relative to the package's position of the thing, in metres.
+    box: tuple[tuple[float, float], tuple[float, float], tuple[float, float]]
+    # Range of the joint's position.
+    moved: tuple[float, float]
+
+
+@dataclasses.dataclass(frozen=True)
 class MetaworldTask:
     """A task of the package with its prompt and initial state."""
 
@@ -36,6 +64,8 @@ class MetaworldTask:
     max_steps: int = PACKAGE_MAX_STEPS // ACTION_REPEAT
     start: Halfway | None = None
     opposite_prompt: str | None = None
+    # Only of the tasks in the mixture "tiny".
+    parts: Parts | None = None
 
 
 _PROMPTS = {
@@ -94,8 +124,53 @@ _PROMPTS = {
 _DRAWER = Halfway("goal_slidey", (-0.13, -0.11), (-0.1, 0.9, 0.0), (0.1, 0.9, 0.0))
 _WINDOW = Halfway("window_slide", (0.09, 0.11), (-0.1, 0.75, 0.16), (0.1, 0.9, 0.16))
 
+_PRESS = "button-press-topdown"
+_FAR = 1.0
+_DRAWER_THING = Thing(
+    *("drawer", _DRAWER.joint, "is the drawer open?"),
+    (("yes", -_FAR, -0.16), ("half open", -0.135, -0.09), ("no", -0.035, _FAR)),
+)
+_WINDOW_THING = Thing(
+    *("window", _WINDOW.joint, "is the window open?"),
+    (("no", -_FAR, 0.045), ("half open", 0.08, 0.12), ("yes", 0.17, _FAR)),
+)
+_BUTTON_THING = Thing(
+    *("button", "btnbox_joint", "is the button pressed?"),
+    (("yes", -_FAR, -0.06), ("no", -0.01, _FAR)),
+)
+# The package's position of the drawer's handle is 5 cm higher in drawer-close than in drawer-open,
+# that of the window's handle is 8 cm above the place where the hand pushes it. The hand's position
+# is 5 cm above the button when the fingers touch it.
+_PARTS = {
+    "drawer-open": Parts(
+        *(_DRAWER_THING, "reach for the handle", "pull the drawer open"),
+        box=((-0.06, 0.06), (-0.06, 0.06), (-_FAR, 0.02)),
+        moved=(-_FAR, -0.14),
+    ),
+    "drawer-close": Parts(
+        *(_DRAWER_THING, "reach for the handle", "push the drawer shut"),
+        box=((-0.06, 0.06), (-0.045, 0.0), (-_FAR, -0.005)),
+        moved=(-0.1, _FAR),
+    ),
+    "window-open": Parts(
+        *(_WINDOW_THING, "reach for the handle", "slide the window open"),
+        box=((-0.06, 0.02), (-0.06, 0.02), (-_FAR, -0.07)),
+        moved=(0.12, _FAR),
+    ),
+    "window-close": Parts(
+        *(_WINDOW_THING, "reach for the handle", "slide the window shut"),
+        box=((-0.02, 0.06), (-0.06, 0.02), (-_FAR, -0.07)),
+        moved=(-_FAR, 0.08),
+    ),
+    _PRESS: Parts(
+        *(_BUTTON_THING, "reach for the button", "press the button down"),
+        box=((-0.05, 0.05), (-0.05, 0.05), (-_FAR, 0.075)),
+        moved=(-_FAR, -0.01),
+    ),
+}
 
 TASKS = {name: MetaworldTask(name, f"{name}-v3", prompt) for name, prompt in _PROMPTS.items()}
+TASKS[_PRESS] = dataclasses.replace(TASKS[_PRESS], parts=_PARTS[_PRESS])
 for _start, *_names in (
     (_DRAWER, "drawer-open", "drawer-close"),
     (_WINDOW, "window-open", "window-close"),
@@ -105,6 +180,7 @@ for _start, *_names in (
             *(f"{_name}-halfway", f"{_name}-v3", _PROMPTS[_name], _HALFWAY_MAX_STEPS),
             start=_start,
             opposite_prompt=_PROMPTS[_opposite],
+            parts=_PARTS[_name],
         )
 
 # Names for several tasks at once.
@@ -112,6 +188,6 @@ MIXTURES = {
     "tiny": (
         *("drawer-open-halfway", "drawer-close-halfway"),
         *("window-open-halfway", "window-close-halfway"),
-        "button-press-topdown",
+        _PRESS,
     ),
 }

@@ -5,6 +5,8 @@
 Only episodes that end in success are kept. The data set depends on the task, the seed and the
 number of episodes, not on the number of workers or on interruptions: `meta/simulation.jsonl` lists
 every seed that was tried. The workers end when this process does, however it ends.
+
+Every frame has the subtask that the expert names, and some have questions about the image.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from piston.data.format import INFO, read_info
+from piston.data.language import Question
 from piston.data.recorder import Recorder
 from piston.files import append_json_lines, read_json_lines, write_json_lines
 from piston.progress import Progress, no_progress
@@ -38,6 +41,12 @@ SEEDS_PER_RECORDING = 1_000_000
 _MAX_RECORDING = 4000  # gym-aloha's random numbers take seeds below 2³²
 # A success rate below this after so many tries means that something is wrong.
 _MIN_SUCCESS, _TRIES = 0.1, 30
+# Frames between questions. MetaWorld's demonstrations end five frames after success, so each has a
+# question about its end. A question with the same answer as before waits longer: neighbours look
+# alike, and answers that are right most of the time would outweigh the others.
+_QUESTION_FRAMES, _SAME_ANSWER_FRAMES = 5, 20
+# Which subtasks and questions are written; a set has those of one version.
+_LABELS = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,13 +68,21 @@ class Recording:
         return RECORDING_SEEDS + self.seed * SEEDS_PER_RECORDING
 
 
+class Frame(NamedTuple):
+    """One step of a demonstration, as the recorder takes it."""
+
+    values: dict[str, np.ndarray]
+    subtask: str | None
+    questions: list[Question]
+
+
 class Episode(NamedTuple):
     """One try of an expert. A failure has no frames."""
 
     seed: int
     success: bool
     prompt: str = ""
-    frames: tuple[dict[str, np.ndarray], ...] = ()
+    frames: tuple[Frame, ...] = ()
 
 
 class Recorded(NamedTuple):
@@ -93,8 +110,12 @@ def record(
     # The environment's own size and the same size given as a number are one recording.
     recording = dataclasses.replace(recording, pixels=environment.pixels)
     _check_codec(out, codec)
-    hz, robot_type = environment.control_hz, environment.robot_type
-    with Recorder(out, hz, features(environment), robot_type, codec=codec, resume=True) as recorder:
+    _check_labels(out)
+    with Recorder(
+        *(out, environment.control_hz, features(environment), environment.robot_type, codec),
+        resume=True,
+        language=True,
+    ) as recorder:
         tried = _read_log(out / LOG, recording, recorder.num_episodes)
         num_tried, num_successes = len(tried), sum(line["success"] for line in tried)
         first_seed = recording.first_seed + num_tried
@@ -112,8 +133,10 @@ def record(
                 num_successes += episode.success
                 # A stop between saving and logging leaves an episode that is saved already.
                 if episode.success and num_successes > recorder.num_episodes:
-                    for frame in episode.frames:
-                        recorder.add_frame(frame, episode.prompt)
+                    for values, subtask, questions in episode.frames:
+                        recorder.add_frame(
+                            values, episode.prompt, subtask=subtask, questions=questions
+                        )
                     recorder.save_episode()
                 append_json_lines(out / LOG, [{"seed": episode.seed, "success": episode.success}])
                 if num_tried >= _TRIES and num_successes < _MIN_SUCCESS * num_tried:
@@ -137,6 +160,16 @@ def _check_codec(out: Path, codec: str) -> None:
             )
 
 
+def _check_labels(out: Path) -> None:
+    """Raise ValueError if the data set has other labels than those that this version writes."""
+    header = _header(out)
+    if header and header.get("labels") != _LABELS:
+        raise ValueError(
+            f"{out} was recorded by another version of Piston, which wrote other subtasks and "
+            "questions or none. Choose another folder, and record all episodes again."
+        )
+
+
 def features(environment: Environment) -> dict[str, dict[str, Any]]:
     """Return the data set's features under LeRobot's names."""
     image = {"dtype": "video", "shape": (environment.pixels, environment.pixels, 3)}
@@ -151,10 +184,16 @@ def demonstrate(environment: Environment, expert: Expert, seed: int) -> Episode:
     """Run one try. It succeeds if the task is still fulfilled at its end."""
     observation = environment.reset(seed)
     expert.start(environment)
-    frames = []
+    frames: list[Frame] = []
+    wait: dict[Question, int] = {}
     while not environment.done and (step := expert.act()) is not None:
         action = np.asarray(step.label, np.float32)
-        frames.append({**environment.recorded(observation), "action": action})
+        values = {**environment.recorded(observation), "action": action}
+        questions, now = [], len(frames)
+        if now % _QUESTION_FRAMES == 0:
+            questions = [x for x in environment.questions() if wait.get(x, 0) <= now]
+            wait |= dict.fromkeys(questions, now + _SAME_ANSWER_FRAMES)
+        frames.append(Frame(values, step.subtask or None, questions))
         environment.step(step.executed)
         observation = environment.observe()
     if not environment.held:
@@ -164,13 +203,18 @@ def demonstrate(environment: Environment, expert: Expert, seed: int) -> Episode:
 
 def simulated_task(root: Path) -> str | None:
     """Return the task of a data set that `record` wrote; None for any other data set."""
-    header = next((line for _, line in read_json_lines(root / LOG)), None)
+    header = _header(root)
     return header.get("task") if header else None
+
+
+def _header(root: Path) -> dict[str, Any] | None:
+    """Return the line that describes the recording."""
+    return next((line for _, line in read_json_lines(root / LOG)), None)
 
 
 def _read_log(path: Path, recording: Recording, num_saved: int) -> list[dict[str, Any]]:
     """Return the tries of a recording: JSON lines after a line that describes the recording."""
-    folder, header = path.parent.parent, dataclasses.asdict(recording)
+    folder, header = path.parent.parent, dataclasses.asdict(recording) | {"labels": _LABELS}
     if num_saved and not path.exists():
         raise ValueError(
             f"{folder} holds {num_saved} episodes that were not recorded here (no {path.name}). "
@@ -180,9 +224,6 @@ def _read_log(path: Path, recording: Recording, num_saved: int) -> list[dict[str
     whole = [line for _, line in read_json_lines(path) if line is not None] or [header]
     write_json_lines(path, whole)
     found, *tried = whole
-    if found.get("pixels", 0) is None:
-        # Written by an early version. The recorder has compared the images.
-        found["pixels"] = recording.pixels
     if found != header:
         raise ValueError(
             f"{folder} was recorded as {found}, now it is {header}. Choose another folder."

@@ -29,8 +29,9 @@ from piston.sim.scores import Evaluation, Outcome, Trace, latency_percentiles
 if TYPE_CHECKING:  # it imports torch, which an evaluation of a served policy does without
     from piston.sim.failures import FailureWriter
 
-# From observations to a chunk of the robot's actions (steps, dim) for each.
-Infer = Callable[[Sequence[Observation]], Sequence[np.ndarray]]
+# From observations to an answer for each: a chunk of the robot's `actions` (steps, dim), and the
+# `subtask` of a policy that has one.
+Infer = Callable[[Sequence[Observation]], Sequence[Mapping[str, Any]]]
 
 _VIDEO_HEIGHT, _VIDEO_WIDTH = 240, 320
 _VIDEO_FPS = 12.5
@@ -38,19 +39,24 @@ _VIDEO = VideoEncoding("h264", g=250, crf=27, preset="veryfast")
 
 
 @contextmanager
-def infer_with_server(uri: str, connections: int) -> Iterator[tuple[Infer, str, Mapping[str, Any]]]:
-    """Connect each environment as a client of its own.
+def infer_with_server(
+    uri: str, connections: int, robot: str | None = None
+) -> Iterator[tuple[Infer, str, Mapping[str, Any]]]:
+    """Connect each environment as a client of its own; `robot` names it to the server.
 
     Yield also a name for the results (the address and, if the server tells it, the policy), and
     the policy's metadata.
     """
-    clients = [Client(uri) for _ in range(connections)]
+    clients = [Client(uri, robot=robot) for _ in range(connections)]
     pool = ThreadPoolExecutor(connections)
 
-    def infer(observations: Sequence[Observation]) -> list[np.ndarray]:
-        answers = pool.map(lambda pair: pair[0].infer(pair[1]), zip(clients, observations))
+    def infer(observations: Sequence[Observation]) -> list[Mapping[str, Any]]:
+        # A session stays on the connection of its environment, where the policy knows it.
+        numbers = [one.get("session", i) % connections for i, one in enumerate(observations)]
+        asking = [clients[number] for number in numbers]
+        answers = pool.map(lambda pair: pair[0].infer(pair[1]), zip(asking, observations))
         try:
-            return [answer["actions"] for answer in answers]
+            return list(answers)
         except ServerError as error:
             raise ValueError(f"{uri} rejected an observation: {error}") from error
 
@@ -68,10 +74,17 @@ class _Episode:
     """An episode that has just started, its pending actions, and what has been executed so far."""
 
     def __init__(
-        self, environment: Environment, seed: int, opposite: bool, recorded_keys: bool
+        self,
+        environment: Environment,
+        seed: int,
+        session: int,
+        opposite: bool,
+        metadata: Mapping[str, Any],
     ) -> None:
         environment.reset(seed)
-        self._recorded_keys = recorded_keys
+        self._recorded_keys = "observation.state" in metadata.get("observation", ())
+        # A policy that keeps its subtask for a while has to know where an episode begins.
+        self._extra = {"session": session} if metadata.get("subtasks") else {}
         self.environment, self.seed = environment, seed
         prompt = environment.opposite_prompt if opposite else environment.prompt
         if prompt is None:
@@ -82,6 +95,7 @@ class _Episode:
         self.prompt = prompt
         self.pending: list[np.ndarray] = []
         self.chunks: dict[int, np.ndarray] = {}  # by the step at which each was requested
+        self.subtasks: list[str] = []  # of these chunks, if the policy has subtasks
         self.executed: list[np.ndarray] = []
 
     def observe(self) -> Observation:
@@ -90,9 +104,12 @@ class _Episode:
         seen = self.environment.observe()
         if self._recorded_keys:
             seen = self.environment.recorded(seen)
-        return {**seen, "prompt": self.prompt, "seed": noise_seed}
+        return {**seen, "prompt": self.prompt, "seed": noise_seed, **self._extra}
 
-    def take(self, chunk: np.ndarray, execute_horizon: int) -> None:
+    def take(self, answer: Mapping[str, Any], execute_horizon: int) -> None:
+        chunk = answer["actions"]
+        if "subtask" in answer:
+            self.subtasks.append(answer["subtask"])
         if len(chunk) < execute_horizon:
             raise ValueError(
                 f"The policy's chunks have {len(chunk)} steps, fewer than the {execute_horizon} "
@@ -113,7 +130,8 @@ class _Episode:
     def trace(self) -> Trace:
         names, hz = self.environment.action_names, self.environment.control_hz
         chunks, executed = np.stack([*self.chunks.values()]), np.stack(self.executed)
-        return Trace(self.seed, names, hz, tuple(self.chunks), chunks, executed)
+        starts, subtasks = tuple(self.chunks), tuple(self.subtasks)
+        return Trace(self.seed, names, hz, starts, chunks, executed, subtasks)
 
 
 def evaluate(
@@ -137,7 +155,6 @@ def evaluate(
     `metadata` say that it expects the keys of a recorded data set, as a robot that a file describes
     does, it gets these instead of the simulated robot's own.
     """
-    recorded_keys = "observation.state" in (metadata or {}).get("observation", ())
     check_evaluation_seeds(seeds)
     if (execute_horizon is not None and execute_horizon < 1) or num_environments < 1:
         raise ValueError("execute_horizon and num_environments must be at least 1.")
@@ -150,17 +167,20 @@ def evaluate(
     trace: Trace | None = None
     while waiting or running:
         while idle and waiting:
-            running.append(_Episode(idle.pop(), waiting.pop(), opposite, recorded_keys))
+            environment, seed = idle.pop(), waiting.pop()
+            # One for each episode; modulo their number it is the environment's.
+            session = seed * count + environments.index(environment)
+            running.append(_Episode(environment, seed, session, opposite, metadata or {}))
         if empty := [episode for episode in running if not episode.pending]:
             observations = [episode.observe() for episode in empty]
             started = time.perf_counter()
-            chunks = infer(observations)
+            answers = infer(observations)
             latencies.append(time.perf_counter() - started)
-            execute_horizon = execute_horizon or max(1, len(chunks[0]) // 2)
-            for episode, seen, chunk in zip(empty, observations, chunks, strict=True):
-                episode.take(chunk, execute_horizon)
+            execute_horizon = execute_horizon or max(1, len(answers[0]["actions"]) // 2)
+            for episode, seen, answer in zip(empty, observations, answers, strict=True):
+                episode.take(answer, execute_horizon)
                 if failures is not None:
-                    failures.add_request(episode.environment, seen, chunk)
+                    failures.add_request(episode.environment, seen, answer["actions"])
         for episode in list(running):
             episode.step()
             if videos is not None:

@@ -46,6 +46,8 @@ class Trace:
     starts: tuple[int, ...]
     chunks: Float[np.ndarray, "n h a"]
     executed: Float[np.ndarray, "t a"]
+    # The subtask of each chunk, if the policy has subtasks.
+    subtasks: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +157,7 @@ def read_evaluation(folder: Path) -> Evaluation:
         )
     summary = read_json(path)
     if trace := summary.get("trace"):
-        trace |= {name: tuple(trace[name]) for name in ("names", "starts")}
+        trace |= {name: tuple(trace.get(name, ())) for name in ("names", "starts", "subtasks")}
         trace |= {name: np.array(trace[name]) for name in ("chunks", "executed")}
     return Evaluation(
         **{key: summary[key] for key in ("task", "policy", "execute_horizon", "latency_ms")},
