@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 from openpi_client.websocket_client_policy import WebsocketClientPolicy
+from tests.training.two_robots import BRIGHT, DARK, observation
 
 from piston.cli import main
 from piston.data import open_dataset
@@ -88,3 +89,34 @@ def test_a_checkpoint_without_a_robot_asks_for_a_preset(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({"format": "piston", "version": 1}))
     assert main(["serve", str(tmp_path)]) == 1
     assert "--preset" in capsys.readouterr().err
+
+
+def test_a_robot_that_the_checkpoint_does_not_know(checkpoint_of_two_robots, capsys):
+    checkpoint = str(checkpoint_of_two_robots)
+    assert main(["serve", checkpoint, "--robot", "nonsense"]) == 1
+    error = capsys.readouterr().err
+    assert "There is no robot 'nonsense' here. There is arm, cart." in error
+    assert main(["serve", checkpoint, "--robot", "nonsense.toml"]) == 1
+    assert "There is no file nonsense.toml" in capsys.readouterr().err
+
+
+def test_options_that_a_policy_of_several_robots_cannot_have(
+    checkpoint_of_two_robots, tmp_path, capsys
+):
+    checkpoint = str(checkpoint_of_two_robots)
+    assert main(["serve", checkpoint, "--record", str(tmp_path / "new")]) == 1
+    assert "--record is for one robot" in capsys.readouterr().err
+    assert main(["serve", checkpoint, "--subtask-interval", "soon"]) == 1
+    assert "subtasks is 'soon'; expected a number of chunks" in capsys.readouterr().err
+
+
+def test_one_of_several_robots_is_served_by_name(checkpoint_of_two_robots):
+    options = ("--robot", "arm", "--subtask-interval", "2", "--num-steps", "1")
+    with served(str(checkpoint_of_two_robots), *options) as (port, _):
+        client = WebsocketClientPolicy("127.0.0.1", port)
+        metadata = client.get_server_metadata()
+        assert metadata["robot"] == "three-joint arm"
+        assert list(metadata["robots"]) == ["arm", "cart"]
+        found = [client.infer(observation("arm", 1, b)) for b in (DARK, BRIGHT, BRIGHT)]
+        assert [one["subtask"] for one in found] == ["reach", "reach", "lift"]
+        assert client.infer(observation("cart", robot="cart"))["actions"].shape == (4, 2)

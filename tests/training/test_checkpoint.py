@@ -39,7 +39,7 @@ def test_a_trainer_is_restored_whole(tmp_path):
     trainer, config = make_trainer(), tiny(tmp_path)
     for step in range(3):
         trainer.step(make_batch(), step)
-    with CheckpointWriter(config, tmp_path, ALONE, DataConfig()) as writer:
+    with CheckpointWriter(config, tmp_path, ALONE, [DataConfig()]) as writer:
         writer.save(trainer, 2, {"a": 0.1})
         writer.finish()
     other = make_trainer(seed=1)
@@ -54,7 +54,7 @@ def test_training_may_go_on_while_a_checkpoint_is_written(tmp_path):
     trainer, config = make_trainer(), tiny(tmp_path)
     trainer.step(make_batch(), 0)
     expected = {name: value.clone() for name, value in state_tensors(trainer).items()}
-    with CheckpointWriter(config, tmp_path, ALONE, DataConfig()) as writer:
+    with CheckpointWriter(config, tmp_path, ALONE, [DataConfig()]) as writer:
         writer.save(trainer, 0, {})
         trainer.step(make_batch(), 1)
         writer.save(trainer, 1, {})  # waits for the first
@@ -92,7 +92,7 @@ def test_folders_with_numbers_that_are_no_checkpoints_are_not_deleted(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "notes.txt").write_text("precious")
     trainer = make_trainer()
-    with CheckpointWriter(tiny(tmp_path, keep_last=1), tmp_path, ALONE, DataConfig()) as writer:
+    with CheckpointWriter(tiny(tmp_path, keep_last=1), tmp_path, ALONE, [DataConfig()]) as writer:
         for step in (3, 5):
             writer.save(trainer, step, {})
         writer.finish()
@@ -112,7 +112,7 @@ class _Harmful:
 
 def test_a_training_state_cannot_run_code(tmp_path):
     trainer = make_trainer()
-    with CheckpointWriter(tiny(tmp_path), tmp_path, ALONE, DataConfig()) as writer:
+    with CheckpointWriter(tiny(tmp_path), tmp_path, ALONE, [DataConfig()]) as writer:
         writer.save(trainer, 0, {})
         writer.finish()
     witness = tmp_path / "witness"
@@ -146,7 +146,7 @@ def test_a_training_state_that_is_no_record_of_dcp(tmp_path, content, message):
 
 
 def test_a_damaged_description_of_a_state_is_an_error_that_names_it(tmp_path):
-    with CheckpointWriter(tiny(tmp_path), tmp_path, ALONE, DataConfig()) as writer:
+    with CheckpointWriter(tiny(tmp_path), tmp_path, ALONE, [DataConfig()]) as writer:
         writer.save(make_trainer(), 0, {})
         writer.finish()
     path, generator = tmp_path / "0" / "train_state" / ".metadata", random.Random(0)

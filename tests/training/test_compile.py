@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from piston.training.loop import train_loop
 
 from .running import environment, losses, state, tiny
-from .tiny_presets import GEMMA, PI0
+from .tiny_presets import GEMMA, KI, PI0
 
 
 @pytest.mark.slow
@@ -25,12 +25,14 @@ def test_compiled_training_equals_plain(tmp_path):
 def compare(folder: str) -> None:
     # One layer of each kind: compiling is what takes long.
     one = dataclasses.replace(GEMMA, depth=1)
-    model = dataclasses.replace(PI0, vlm=one, action_expert=one)
-    config = tiny(Path(folder), exp_name="plain", model=model, num_train_steps=2)
-    plain = train_loop(config)
-    compiled = train_loop(dataclasses.replace(config, exp_name="compiled", compile=True))
-    assert losses(compiled.parent) == pytest.approx(losses(plain.parent), rel=1e-3)
-    ours, theirs = state(compiled), state(plain)
-    assert ours.keys() == theirs.keys()  # names stay as they are
-    name = "model/action_expert.layers.0.mlp.up.weight"
-    assert_close(ours[name], theirs[name], atol=1e-3, rtol=1e-2)
+    for family in (PI0, KI):
+        model = dataclasses.replace(family, vlm=one, action_expert=one)
+        place = Path(folder) / model.family
+        config = tiny(place, exp_name="plain", model=model, num_train_steps=2)
+        plain = train_loop(config)
+        compiled = train_loop(dataclasses.replace(config, exp_name="compiled", compile=True))
+        assert losses(compiled.parent) == pytest.approx(losses(plain.parent), rel=1e-3)
+        ours, theirs = state(compiled), state(plain)
+        assert ours.keys() == theirs.keys()  # names stay as they are
+        name = "model/action_expert.layers.0.mlp.up.weight"
+        assert_close(ours[name], theirs[name], atol=1e-3, rtol=1e-2)

@@ -4,16 +4,17 @@ import dataclasses
 
 import pytest
 
+from piston.cli import main
 from piston.config import AdamW
 from piston.models.configs import LoRA
 from piston.training.checkpoint import saved_steps
 from piston.training.distributed import join_processes
 from piston.training.loop import train_loop
 
-from . import running
+from . import mixing, running
 from .recording import LIBERO, recorded
 from .running import assert_same_tensors, losses, metrics, run_together, state
-from .tiny_presets import FAST, GEMMA, PI0, PI05
+from .tiny_presets import FAST, GEMMA, PI0, PI05, TINY
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +26,7 @@ TOLERANCE = 2e-5
 
 
 def tiny(folder, **changes):
-    return running.tiny(folder, optimizer=FIRM, **changes)
+    return dataclasses.replace(running.tiny(folder), optimizer=FIRM, **changes)
 
 
 CASES = {
@@ -35,6 +36,8 @@ CASES = {
     "lora": {"model": LORA, "freeze": ("vision.*", "vlm.*", "!*lora*")},
     "fast": {"model": FAST},
     "validated": {},
+    # Targets and insulation. Every part of a batch is one sample, which may lack actions or text.
+    "mixture": {},
 }
 
 
@@ -44,18 +47,33 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, data):
+def mixture(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mixture")
+    mixing.record_all(folder)
+    assert main(["stats", "tiny_mixture", *mixing.options(folder)]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, data, mixture):
     """(case, sharding) → the run's folder."""
     folder = tmp_path_factory.mktemp("runs")
     of_data = {**data, "model": LIBERO, "mask_padded_steps": True, "mask_padded_dims": True}
+    mixed = mixing.mixture(mixture, folder, validation_episodes=0)
     cases = {
         **CASES,
         "validated": {**of_data, "validation_episodes": 2, "validation_interval": 2},
+        "mixture": {
+            field.name: getattr(mixed, field.name)
+            for field in dataclasses.fields(mixed)
+            if getattr(mixed, field.name) != getattr(TINY, field.name)
+        },
     }
     found, together = {}, []
     for name, changes in cases.items():
         for sharding in ("none", "ddp", "fsdp"):
-            config = tiny(folder / sharding, exp_name=name, sharding=sharding, **changes)
+            own = {"checkpoint_base_dir": str(folder / sharding), "exp_name": name}
+            config = tiny(folder, **{**changes, **own, "sharding": sharding})
             found[name, sharding] = config.checkpoint_dir
             if sharding == "none":
                 train_loop(config)

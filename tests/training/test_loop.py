@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from piston import weights
-from piston.data.pipeline import FakeDataset
+from piston.data.samples import FakeDataset
 from piston.training import loop
 from piston.training.checkpoint import saved_steps
 from piston.training.distributed import Processes

@@ -11,9 +11,9 @@ from piston.cli import main
 from piston.cli.train import parse
 from piston.config import AssetsConfig, DataConfig
 from piston.data.dataset import LeRobotDataset
-from piston.data.pipeline import TrainingData, leave_out
-from piston.data.problems import EpisodeError
+from piston.data.problems import EpisodeError, leave_out, leave_out_any
 from piston.data.recorder import Recorder
+from piston.data.samples import TrainingData
 from piston.training import loop
 from piston.training.checkpoint import saved_steps
 from piston.training.loop import train_loop
@@ -291,8 +291,8 @@ def test_a_set_without_a_name_is_refused(text):
 
 def test_advice_for_a_run_of_several_sets():
     pipeline = DataConfig(repo_id="x", episodes="0:9", extra_datasets=("a/b", "c/d#1:4"))
-    assert leave_out(pipeline, ["N"]) == (
-        "--data.episodes '0:9,!N', or of another set 'SET#!N' in --data.extra-datasets"
+    assert leave_out_any(pipeline.each_set()) == (
+        "--data.episodes '0:9,!N', or of another set likewise: 'a/b#!N' in --data.extra-datasets"
     )
     options = [leave_out(one, [2]) for one in pipeline.each_set()]
     assert options == [

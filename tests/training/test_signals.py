@@ -9,7 +9,7 @@ from multiprocessing import forkserver, resource_tracker
 import pytest
 
 from piston.data.loader import Loader, Order
-from piston.data.pipeline import FakeDataset
+from piston.data.samples import FakeDataset
 from piston.signals import StopSignals
 
 from .tiny_presets import PI0

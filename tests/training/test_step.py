@@ -10,21 +10,21 @@ from torch.testing import assert_close
 
 from piston import weights
 from piston.config import CosineDecaySchedule
-from piston.data.pipeline import FakeDataset
+from piston.data.samples import FakeDataset
 from piston.models.configs import GemmaSize, LoRA, VisionSize
 from piston.observation import Observation, stack_samples
 from piston.training.distributed import Processes
 from piston.training.step import Trainer
 
-from .tiny_presets import FAST, GEMMA, PI0, PI05, TINY
+from .tiny_presets import FAST, GEMMA, KI, PI0, PI05, TINY
 
 ALONE = Processes(0, 1, torch.device("cpu"))
 
 
-def make_trainer(robot_action_dim=None, **changes):
+def make_trainer(**changes):
     config = dataclasses.replace(TINY, **changes)
     torch.manual_seed(0)
-    return Trainer(config, weights.build_model(config.model), ALONE, robot_action_dim)
+    return Trainer(config, weights.build_model(config.model), ALONE)
 
 
 def make_batch(model=PI0, size=4, start=0):
@@ -83,7 +83,7 @@ def test_a_step_depends_on_seed_and_number_alone():
     assert train(make_trainer(seed=7), batch, 3).loss != first.loss
 
 
-@pytest.mark.parametrize("model", [PI0, PI05, FAST], ids=["pi0", "pi05", "fast"])
+@pytest.mark.parametrize("model", [PI0, PI05, FAST, KI], ids=["pi0", "pi05", "fast", "ki"])
 def test_parts_add_up_to_the_whole_batch(model):
     whole, parts = make_trainer(model=model), make_trainer(model=model, gradient_accumulation=4)
     batch = make_batch(model)
@@ -106,7 +106,7 @@ def test_parts_with_unequal_masks_add_up_to_the_whole_batch():
     assert whole.gradient_norm == pytest.approx(parts.gradient_norm, rel=1e-4)
 
 
-@pytest.mark.parametrize("model", [PI0, PI05, FAST], ids=["pi0", "pi05", "fast"])
+@pytest.mark.parametrize("model", [PI0, PI05, FAST, KI], ids=["pi0", "pi05", "fast", "ki"])
 def test_gradient_checkpointing_changes_nothing(model):
     plain, saving = (make_trainer(model=model, gradient_checkpointing=x) for x in (False, True))
     batch = make_batch(model)
@@ -147,6 +147,7 @@ def test_what_is_masked_has_no_part_in_loss_or_gradients(kind, monkeypatch):
     batch = make_batch()
     batch["action_is_pad"][1, 2:] = True
     batch["action_is_pad"][2, 4:] = True
+    batch["action_dims"][:] = 6
     masked = torch.zeros_like(batch["actions"])
     if kind == "steps":
         masked[batch["action_is_pad"]] = 1
@@ -155,7 +156,7 @@ def test_what_is_masked_has_no_part_in_loss_or_gradients(kind, monkeypatch):
     results = []
     for change in (False, True):
         option = {f"mask_padded_{kind}": True}
-        trainer = make_trainer(6, **option, augmentation=False, noise_draws=1)
+        trainer = make_trainer(**option, augmentation=False, noise_draws=1)
         draws, given = trainer._draw(4, 0), batch
         if change:
             draws, given = _with_other_targets(draws, batch, masked[:, None])
@@ -173,7 +174,8 @@ def test_what_is_masked_has_no_part_in_loss_or_gradients(kind, monkeypatch):
 def test_masked_loss_is_the_mean_over_what_is_left():
     batch = make_batch()
     batch["action_is_pad"][1, 2:] = True
-    trainer = make_trainer(6, mask_padded_steps=True, mask_padded_dims=True, augmentation=False)
+    batch["action_dims"][:] = 6
+    trainer = make_trainer(mask_padded_steps=True, mask_padded_dims=True, augmentation=False)
     draws = trainer._draw(4, 0)
     with torch.no_grad():
         losses = trainer.model.training_losses(
@@ -182,6 +184,39 @@ def test_masked_loss_is_the_mean_over_what_is_left():
         errors = losses["velocity"]
     kept = errors[~batch["action_is_pad"]][:, :6]
     assert train(trainer, batch, 0).loss == pytest.approx(kept.mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_each_loss_is_the_mean_over_what_has_it(parts):
+    """Of samples with actions, with tokens to learn, with both and with neither."""
+    batch = make_batch(KI)
+    batch["token_loss_mask"][[1, 3]] = False
+    batch["action_dims"][:] = torch.tensor([8, 6, 0, 0])
+    trainer = make_trainer(
+        model=KI, mask_padded_dims=True, augmentation=False, gradient_accumulation=parts
+    )
+    draws = trainer._draw(4, 0)
+    with torch.no_grad():
+        losses = trainer.model.training_losses(
+            Observation.from_dict(batch), batch["actions"], draws
+        )
+    numbers = torch.cat((losses["velocity"][0].flatten(), losses["velocity"][1, :, :6].flatten()))
+    result = train(trainer, batch, 0)
+    assert result.losses["velocity"] == pytest.approx(numbers.mean().item(), rel=1e-5)
+    assert losses["tokens"][[1, 3]].tolist() == [0, 0]
+    assert result.losses["tokens"] == pytest.approx(
+        losses["tokens"][[0, 2]].mean().item(), rel=1e-5
+    )
+    assert result.loss == pytest.approx(sum(result.losses.values()))
+
+
+def test_a_batch_without_actions_or_tokens_moves_nothing_by_that_loss():
+    batch = make_batch(KI)
+    batch["action_dims"][:] = 0
+    assert train(make_trainer(model=KI), batch, 0).losses["velocity"] == 0
+    batch = make_batch(KI)
+    batch["token_loss_mask"][:] = False
+    assert train(make_trainer(model=KI), batch, 0).losses["tokens"] == 0
 
 
 def test_a_loss_that_is_not_finite_moves_nothing():
@@ -258,7 +293,7 @@ def test_the_mean_follows_the_weights():
     assert all(torch.equal(v, own[n]) for n, v in trainer.model.state_dict().items())
 
 
-@pytest.mark.parametrize("model", [PI0, PI05, FAST], ids=["pi0", "pi05", "fast"])
+@pytest.mark.parametrize("model", [PI0, PI05, FAST, KI], ids=["pi0", "pi05", "fast", "ki"])
 def test_a_step_reads_nothing_back_from_the_device(model, monkeypatch):
     """The meta device holds no numbers: whatever needs one of them on the host fails there."""
     optimizers = sys.modules["torch.optim.optimizer"]  # torch.optim hides it
@@ -269,6 +304,6 @@ def test_a_step_reads_nothing_back_from_the_device(model, monkeypatch):
     meta = torch.device("meta")
     trainer = Trainer(config, weights.build_on_meta(model), Processes(0, 1, meta))
     outputs = [trainer.step(make_batch(model), number) for number in range(2)]
-    assert all(one.gradient_norm.is_meta and one.loss.is_meta for one in outputs)
+    assert all(t.is_meta for one in outputs for t in (one.gradient_norm, *one.losses.values()))
     with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
         trainer.read(outputs)

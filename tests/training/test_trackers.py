@@ -243,6 +243,17 @@ def test_a_narrow_terminal_shows_all_numbers(terminals, columns):
     assert ("a-name-" in line) == (columns > 80)
 
 
+def test_sums_of_a_checkpoint_are_continued(tmp_path):
+    meter = Meter(tiny(tmp_path), make_trainer())
+    sums = {"skipped": 2, "skipped_in_a_row": 1, "count": 3, "gradient_norm": 1.5}
+    meter.restore({**sums, "losses": {"velocity": 6.0}})
+    assert meter.metrics()["loss"] == 2.0
+    # Version 0.1.0 had one sum without a name: the mean covers what follows.
+    meter.restore({**sums, "loss": 9.0})
+    found = meter.metrics()
+    assert (found["loss"], found["gradient_norm"], found["skipped_steps"]) == (None, None, 2)
+
+
 def test_time_without_steps_does_not_count(tmp_path):
     meter, batch = Meter(tiny(tmp_path, batch_size=10), make_trainer()), make_batch()
     output = StepOutput(torch.tensor(1.0), torch.tensor(1.0), torch.ones(4, dtype=torch.bool), 0.1)

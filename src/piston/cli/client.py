@@ -35,6 +35,9 @@ class Ping:
     port: int | None = None
     # Send observations of this preset's robot, for servers that do not say what they expect.
     preset: str | None = None
+    # Which robot asks, if the policy drives several. By default the server's own choice or the
+    # first one, and what all of them send is shown.
+    robot: str | None = None
     # Requests to measure.
     count: int = 100
     # Requests before them that are not measured.
@@ -68,7 +71,9 @@ def _measure(settings: Ping) -> int:
         raise ValueError(f"--count is {settings.count}; expected at least 1.")
     from piston import presets  # not for --help, which must be quick
 
-    observation = example_of(presets.get(settings.preset)) if settings.preset else None
+    observation = None
+    if settings.preset:
+        observation = example_of(presets.get(settings.preset), settings.robot)
     client = Client(
         settings.host,
         settings.port,
@@ -77,30 +82,42 @@ def _measure(settings: Ping) -> int:
         timeout=settings.timeout,
         connect_timeout=settings.connect_timeout,
         ca_file=settings.ca_file,
+        robot=settings.robot,
     )
     with client:
         about = client.metadata.get("piston")
         kind = f"Piston {about['version']}" if isinstance(about, Mapping) else "openpi's protocol"
-        screen = console()
-        of = f" of {settings.preset}" if settings.preset else ""
+        screen, asked = console(), client.metadata
+        robots = {settings.robot: asked}
+        if settings.robot is None and asked.get("robots"):
+            robots = asked["robots"]
+        # Without a robot that the server takes for granted, the first one asks.
+        asking = settings.robot if "observation" in asked else next(iter(robots))
+        of = f" of {settings.preset or asking}" if settings.preset or asking else ""
         screen.print(f"{client.uri} ({kind}), {settings.count} observations{of}")
-        if "observation" in client.metadata:
-            screen.print(observation_table(client.metadata))
-        elif observation is None:
-            raise ValueError(
-                f"{client.uri} does not say which observation it expects. Name a preset with the "
-                "robot that it serves: --preset pi0_aloha"
-            )
-        observation = observation or client.example_observation()
+        for name, metadata in robots.items():
+            if "observation" in metadata:
+                screen.print(observation_table(metadata, name))
+        if observation is None:
+            if "observation" not in robots.get(asking, asked):
+                raise ValueError(
+                    f"{client.uri} does not say which observation it expects. Name a preset with "
+                    "the robot that it serves: --preset pi0_aloha"
+                )
+            observation = example_observation(robots.get(asking, asked))
+        observation |= {} if asking is None else {"robot": asking}
         for _ in range(settings.warm_up):
             client.infer(observation)
         totals, inferences = [], []  # seconds; a server may report the latter
         for _ in range(settings.count):
             begin = time.perf_counter()
-            timing = client.infer(observation).get("server_timing")
+            reply = client.infer(observation)
             totals.append(time.perf_counter() - begin)
+            timing = reply.get("server_timing")
             if isinstance(timing, Mapping) and "infer_ms" in timing:
                 inferences.append(timing["infer_ms"] / 1e3)
+    if "subtask" in reply:
+        screen.print(f"subtask of the last reply: {reply['subtask']!r}", markup=False)
     kinds = {"round trip": totals}
     if len(inferences) == len(totals):
         kinds["inference, by the server's clock"] = inferences
@@ -110,8 +127,11 @@ def _measure(settings: Ping) -> int:
     return 0
 
 
-def observation_table(metadata: Mapping[str, Any]) -> Table:
-    """Return a table of what a policy expects and returns, in 80 columns or more."""
+def observation_table(metadata: Mapping[str, Any], robot: str | None = None) -> Table:
+    """Return a table of what a policy expects and returns, in 80 columns or more.
+
+    `robot` is its name in a policy that drives several.
+    """
     rows = []
     for path, entry in leaves(metadata["observation"]):
         shape = ["any" if size is None else size for size in entry.get("shape", ())]
@@ -122,9 +142,11 @@ def observation_table(metadata: Mapping[str, Any]) -> Table:
         rows.append(
             ["returns: actions", _type(actions["dtype"], actions["shape"]), _names(actions)]
         )
+    if metadata.get("subtasks"):
+        rows.append(["returns: subtask", "str", "written before the actions, or as it is given"])
     hz = metadata.get("control_hz")
     rate = f", {hz:g} steps per second" if isinstance(hz, int | float) else ""
-    title = f"Observations of {metadata.get('robot', 'the robot')}{rate}"
+    title = f"Observations of {robot or metadata.get('robot', 'the robot')}{rate}"
     made = table(("key", "type", ""), rows, title=title)
     # The names of dimensions are wrapped first, keys only if they are very long.
     made.columns[0].min_width = min(40, max(len(key) for key, *_ in rows))
@@ -140,8 +162,10 @@ def _names(entry: Mapping[str, Any]) -> str:
     return ", ".join(entry.get("names", ()))
 
 
-def example_of(preset: TrainConfig) -> dict[str, Any]:
-    """A random observation in the keys of the preset's robot."""
+def example_of(preset: TrainConfig, robot: str | None = None) -> dict[str, Any]:
+    """A random observation in the keys of the preset's robot, or of one of several."""
+    if robot is not None and "" not in preset.data.entries:
+        preset = preset.for_robot(robot)
     metadata = preset.data_config().robot_metadata
     if not metadata:
         raise ValueError(

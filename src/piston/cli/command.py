@@ -9,17 +9,30 @@ import io
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import tyro
 
 from piston.cli.console import UsageError
 from piston.suggestions import did_you_mean
 
+if TYPE_CHECKING:
+    from piston.robots import RobotInputs
+
 
 def named(metavar: str) -> Any:
     """Name a positional argument: `Annotated[Path, tyro.conf.Positional, named("FOLDER")]`."""
     return tyro.conf.arg(metavar=metavar)
+
+
+def read_robot_option(robot: str | None) -> RobotInputs | str | None:
+    """Return the description in the file that --robot gives, or the name of a robot as it is."""
+    if robot is None or not (Path(robot).suffix == ".toml" or Path(robot).is_file()):
+        return robot
+    from piston.robots.description import read_robot
+
+    return read_robot(robot)
 
 
 @dataclasses.dataclass(frozen=True)

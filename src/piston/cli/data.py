@@ -6,7 +6,7 @@ What reads data sets is imported where it is used: --help does without.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -21,9 +21,10 @@ from piston.progress import ProgressBar
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from piston.data.problems import ProblemGroup
+    from piston.data.problems import Problem, ProblemGroup
 
 _HDF5_FPS = 50.0
+_SHOWN_QUESTIONS = 5
 _COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
 
 
@@ -31,11 +32,9 @@ def _check(path: Annotated[str, tyro.conf.Positional, named("DATASET")]) -> int:
     """Read a whole data set; show what is wrong with it and what follows from that.
 
     Args:
-        path: A folder, owner/name on the Hugging Face hub, or hf://…
+        path: A folder (LeRobot's, or pictures with questions), owner/name on the hub, or hf://…
     """
-    from piston.data.check import check_dataset, readable_cameras, readable_episodes, usable
-    from piston.data.format import locate
-    from piston.data.metadata import Metadata
+    from piston.data.check import check_dataset, usable
     from piston.data.problems import grouped
 
     screen = console()
@@ -49,12 +48,29 @@ def _check(path: Annotated[str, tyro.conf.Positional, named("DATASET")]) -> int:
     numbers = [f"{count} {severity}{'s' * (count > 1)}" for severity, count in found.items()]
     counts = ", ".join(numbers) or "no problems"
     verdict = "[green]training can use it[/green]" if ok else "[red]training cannot use it[/red]"
-    metadata = Metadata.read(locate(path))
-    num_read, num_all = len(readable_episodes(metadata, problems)), len(metadata.episodes)
-    cameras = ", ".join(readable_cameras(metadata, problems)) or "none"
-    what = f"{num_read} of {num_all} episodes, cameras: {cameras}; {counts}"
+    what = f"{_what_is_read(path, problems)}; {counts}"
     screen.print(f"{escape(path)}: {escape(what)}: {verdict}")
     return 0 if ok else 1
+
+
+def _what_is_read(path: str, problems: Sequence[Problem]) -> str:
+    from piston.data.check import readable_cameras, readable_episodes
+    from piston.data.format import locate
+    from piston.data.image_text import ImageTextSet, is_table
+    from piston.data.metadata import Metadata
+
+    root = locate(path)
+    if is_table(root):
+        wrong = {problem.where for problem in problems if problem.severity == "error"}
+        try:
+            num_rows = len(ImageTextSet(root, complete=False))
+        except ValueError:  # one of the problems
+            return "pictures with questions"
+        return f"{num_rows - len(wrong):,} of {num_rows:,} pictures with questions"
+    metadata = Metadata.read(root)
+    num_read, num_all = len(readable_episodes(metadata, problems)), len(metadata.episodes)
+    cameras = ", ".join(readable_cameras(metadata, problems)) or "none"
+    return f"{num_read} of {num_all} episodes, cameras: {cameras}"
 
 
 def _problem_table(groups: Iterable[ProblemGroup]) -> Table:
@@ -67,16 +83,23 @@ def _problem_table(groups: Iterable[ProblemGroup]) -> Table:
 
 
 def _info(path: Annotated[str, tyro.conf.Positional, named("DATASET")]) -> int:
-    """Show episodes, length, features and tasks, from meta/ alone.
+    """Show episodes, length, features, labels and tasks, from meta/ alone.
 
     Args:
-        path: A folder, owner/name on the Hugging Face hub, or hf://…
+        path: A folder (LeRobot's, or pictures with questions), owner/name on the hub, or hf://…
     """
+    from piston.data.describe import describe_labels
     from piston.data.format import locate
+    from piston.data.image_text import ImageTextSet, is_table
     from piston.data.metadata import Metadata
 
-    metadata = Metadata.read(locate(path, only_meta=True), files=False)
-    screen = console()
+    root, screen = locate(path, only_meta=True), console()
+    if is_table(root):
+        pairs = ImageTextSet(root, complete=False)
+        screen.print(f"[bold]{escape(path)}[/bold]  {len(pairs):,} pictures with questions")
+        screen.print(table(("question", "answer"), [*zip(*pairs.texts(_SHOWN_QUESTIONS))]))
+        return 0
+    metadata = Metadata.read(root, files=False)
     seconds, robot = metadata.total_frames / metadata.fps, metadata.robot_type or "not given"
     screen.print(
         f"[bold]{escape(path)}[/bold]  LeRobot {metadata.version}, robot {robot}\n"
@@ -88,6 +111,8 @@ def _info(path: Annotated[str, tyro.conf.Positional, named("DATASET")]) -> int:
         for one in metadata.features.values()
     ]
     screen.print(table(("feature", "type", "names of dimensions"), rows))
+    for line in describe_labels(metadata):
+        screen.print(escape(line), highlight=False)
     for number, text in metadata.tasks.items():
         screen.print(f"task {number}: {escape(text)}", highlight=False)
     return 0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from piston.cli.command import Command, named
+from piston.cli.command import Command, named, read_robot_option
 from piston.cli.console import console, table
 from piston.files import write_text
 from piston.progress import ProgressBar
@@ -57,8 +57,9 @@ class InspectArguments:
     browser: bool = True
     # The robot, for checkpoints that do not say it themselves.
     preset: str | None = None
-    # A file that describes the robot, in place of the preset's or for other keys.
-    robot: Path | None = None
+    # One of the robots that the checkpoint was trained with. Or a file that describes the robot, in
+    # place of the preset's or for other keys.
+    robot: str | None = None
     # What weights are held in; by default as they are stored.
     dtype: Literal["float32", "bfloat16", "int8"] | None = None
     # cpu, cuda, cuda:1 …; by default a GPU where there is one.
@@ -136,13 +137,11 @@ def _check(arguments: InspectArguments) -> None:
 
 def _load(arguments: InspectArguments) -> Policy:
     from piston.inference.loading import load_policy  # imports torch
-    from piston.robots.description import read_robot
 
     names = ("preset", "device", "dtype", "num_steps")
     options: dict[str, Any] = {name: getattr(arguments, name) for name in names}
-    if arguments.robot is not None:
-        options["robot"] = read_robot(arguments.robot)
-    return load_policy(arguments.checkpoint, **options)
+    robot = read_robot_option(arguments.robot)
+    return load_policy(arguments.checkpoint, robot=robot, **options)
 
 
 def _open(policy: Policy, arguments: InspectArguments) -> Frames:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,17 +44,21 @@ def _presets(
     _add_fields(tree, preset)
     console().print(tree)
     try:
-        data = preset.data_config()
+        pipelines = preset.pipelines()
     except ValueError as error:  # the preset is for a robot that --robot describes
         console().print(escape(str(error)))
-    else:
-        console().print(_chain(data))
+        return
+    for data in pipelines:
+        if not data.is_extra:
+            console().print(_chain(data))
 
 
 def _row(preset: TrainConfig) -> tuple[str, ...]:
-    model, data, purpose = preset.model, preset.data.repo_id, presets.purpose(preset)
+    model, purpose = preset.model, presets.purpose(preset)
     steps = f"{preset.num_train_steps:,}" if purpose == "training" else "–"
-    if data is tyro.MISSING:
+    names = [one.repo_id for one in preset.data.entries.values()]
+    data = ", ".join(name for name in names if name is not tyro.MISSING)
+    if not data:
         data = "yours: --data.repo-id" if purpose == "training" else "–"
     lora = " LoRA" if model.vlm.lora else ""
     kind, horizon = f"{model.family}{lora}", str(model.action_horizon)
@@ -68,6 +72,9 @@ def _add_fields(tree: Tree, config: Any) -> None:
             tree.add(f"{field.name} = {size_name(value)}")
         elif dataclasses.is_dataclass(value):
             _add_fields(tree.add(f"{field.name}: {type(value).__name__}"), value)
+        elif isinstance(value, Mapping) and any(map(dataclasses.is_dataclass, value.values())):
+            for name, one in value.items():
+                _add_fields(tree.add(f"{name}: {type(one).__name__}"), one)
         elif value is tyro.MISSING:
             tree.add(f"{field.name} = [yellow](yours to set)[/yellow]")
         else:
@@ -76,7 +83,7 @@ def _add_fields(tree: Tree, config: Any) -> None:
 
 def _chain(data: DataConfig) -> Tree:
     """Normalisation is shown without its numbers, so that no statistics are needed."""
-    tree = Tree("[bold]transform chain[/bold]")
+    tree = Tree(f"[bold]transform chain{f' of {data.entry}' if data.entry else ''}[/bold]")
     if data.fake:
         tree.add("none: random samples in the model's own shapes")
         return tree
@@ -87,7 +94,7 @@ def _chain(data: DataConfig) -> Tree:
         "from the data set to the model": {
             "repack (training only)": data.repack_transforms.inputs,
             "data transforms": robot.inputs,
-            f"Normalize: {how}   [dim]{source}[/dim]": None,
+            **({f"Normalize: {how}   [dim]{source}[/dim]": None} if data.has_actions else {}),
             "model transforms": model.inputs,
         },
         "from the model to the robot": {

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from piston.cli.command import Command, named
+from piston.cli.command import Command, named, read_robot_option
 from piston.serving import ServerConfig, run_server
 
 if TYPE_CHECKING:
     from piston.inference.policy import Policy
     from piston.inference.recording import RecordingPolicy
+    from piston.inference.robots import RobotPolicies
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +34,10 @@ class ServeArguments:
     checkpoint: Annotated[str | None, tyro.conf.Positional, named("[CHECKPOINT]")] = None
     # The robot, for checkpoints that do not say it themselves.
     preset: str | None = None
-    # A file that describes the robot, in place of the preset's or for other keys. A checkpoint that
-    # was trained with such a file contains it.
-    robot: Path | None = None
+    # One of the robots that the checkpoint was trained with: that of requests that do not say it.
+    # Or a file that describes the robot, in place of the preset's or for other keys. A checkpoint
+    # that was trained with such a file contains it.
+    robot: str | None = None
     # Serve a tiny model with random weights for the preset's robot, to try the wiring.
     random_weights: bool = False
     # What weights are held in; by default as they are stored. int8, on CPUs only,
@@ -49,6 +51,8 @@ class ServeArguments:
     default_prompt: str | None = None
     # Seed of the noise, for requests without a seed of their own.
     seed: int | None = None
+    # How long a policy that writes its subtask keeps it: chunks (4) or seconds (2.5s).
+    subtask_interval: str = "1"
     # How real-time chunking corrects: through the network, or (cheaper) past it.
     rtc_jacobian: Literal["full", "identity"] = "full"
     # Write what is asked and answered to this folder, as a LeRobot data set. For one robot.
@@ -62,6 +66,7 @@ class ServeArguments:
 def serve(arguments: ServeArguments) -> None:
     _check(arguments)
     from piston.inference.recording import RecordingPolicy  # imports torch
+    from piston.inference.robots import RobotPolicies
 
     policy = _make_policy(arguments)
     logger.info("%s on %s", policy.model.config.family, policy.device)
@@ -70,8 +75,10 @@ def serve(arguments: ServeArguments) -> None:
         name = str(Path(name).resolve())
     server = dataclasses.replace(arguments.server, name=arguments.server.name or name)
     with contextlib.ExitStack() as stack:
-        served: Policy | RecordingPolicy = policy
+        served: Policy | RobotPolicies | RecordingPolicy = policy
         if arguments.record is not None:
+            if isinstance(policy, RobotPolicies):
+                raise ValueError("--record is for one robot, but the checkpoint is of several.")
             served = RecordingPolicy(policy, arguments.record, arguments.record_fps or 10.0)
             stack.callback(served.close)
             # One robot, which keeps its connection however long it pauses.
@@ -109,20 +116,22 @@ def _check(arguments: ServeArguments) -> None:
         )
 
 
-def _make_policy(arguments: ServeArguments) -> Policy:
+def _make_policy(arguments: ServeArguments) -> Policy | RobotPolicies:
     import torch
 
-    from piston.inference.loading import load_policy, random_policy
-    from piston.robots.description import read_robot
+    from piston.inference.loading import load_policies, random_policy
+    from piston.inference.robots import RobotPolicies
 
-    names = ("default_prompt", "num_steps", "seed", "rtc_jacobian")
+    names = ("default_prompt", "num_steps", "seed", "rtc_jacobian", "subtask_interval")
     options: dict[str, Any] = {name: getattr(arguments, name) for name in names}
-    if arguments.robot is not None:
-        options["robot"] = read_robot(arguments.robot)
+    robot = read_robot_option(arguments.robot)
     if arguments.checkpoint is None:
         assert arguments.preset is not None
         torch.manual_seed(arguments.seed or 0)
-        return random_policy(arguments.preset, **options)
+        return random_policy(arguments.preset, robot=robot, **options)
+    if not isinstance(robot, str):
+        options["robot"], robot = robot, None
     for name in ("preset", "device", "dtype"):
         options[name] = getattr(arguments, name)
-    return load_policy(arguments.checkpoint, **options)
+    policies = load_policies(arguments.checkpoint, default_robot=robot, **options)
+    return policies[""] if "" in policies else RobotPolicies(policies, robot)

@@ -74,6 +74,10 @@ class EvalArguments:
     task: Annotated[str, tyro.conf.Positional, named("TASK")]
     # A checkpoint's folder, or the address of a server (ws://127.0.0.1:8000).
     policy: str
+    # Which robot of the policy this is, if it was trained with several.
+    robot: str | None = None
+    # How long a checkpoint's policy that writes its subtask keeps it: chunks (4) or seconds (2.5s).
+    subtask_interval: str = "1"
     # Seeds of the initial states, one episode each: a range 0..49 or a list 3,7,9. By default as
     # many as --episodes, or 0..49.
     seeds: str | None = None
@@ -122,15 +126,20 @@ def _eval(arguments: EvalArguments) -> None:
 
     with contextlib.ExitStack() as stack:
         if arguments.policy.startswith(("ws://", "wss://")):
+            if arguments.subtask_interval != EvalArguments.subtask_interval:
+                raise ValueError(
+                    "--subtask-interval is for a checkpoint; a server has its own. Give it to "
+                    "`piston serve`."
+                )
             connections = min(arguments.num_environments, len(seeds))
-            server = infer_with_server(arguments.policy, connections)
+            server = infer_with_server(arguments.policy, connections, arguments.robot)
             infer, policy_name, metadata = stack.enter_context(server)
         else:
             from piston.inference import load_policy  # imports torch
 
-            policy, policy_name = load_policy(arguments.policy), arguments.policy
-            metadata = policy.metadata
-            infer = lambda requests: [one["actions"] for one in policy.infer_batch(requests)]  # noqa: E731
+            policy_name, interval = arguments.policy, arguments.subtask_interval
+            policy = load_policy(policy_name, robot=arguments.robot, subtask_interval=interval)
+            infer, metadata = policy.infer_batch, policy.metadata
         out.mkdir(parents=True, exist_ok=True)
         failures = None
         if arguments.inspect_failures:

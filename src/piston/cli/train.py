@@ -48,6 +48,7 @@ from piston.transforms.normalize import constant_dimensions, write_norm_stats
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from piston.data.dataset import LeRobotDataset
     from piston.data.statistics import KeyStatistics
 
 SCHEDULES: dict[str, type[LRSchedule]] = {
@@ -134,7 +135,7 @@ def _parse(
 
 
 def _about(preset: TrainConfig) -> str:
-    return f"{preset.model.family} on {preset.data.robot}, for {presets.purpose(preset)}"
+    return f"{preset.model.family} on {preset.data.robot} ({presets.purpose(preset)})"
 
 
 def _robot_given(args: Sequence[str]) -> RobotInputs | None:
@@ -211,30 +212,47 @@ def run_stats(args: list[str]) -> None:
     arguments: StatsArguments = _parse("piston stats", description, args, stats_arguments)
     if arguments.max_frames is not None and arguments.max_frames < 1:
         raise ValueError(f"--max-frames is {arguments.max_frames}; expected at least 1.")
+    from piston.data.dataset import LeRobotDataset
+    from piston.data.pipeline import open_sources, split_sources
+
+    config = arguments.config
+    pipelines = config.pipelines()
+    for one in pipelines:
+        if one.has_actions:
+            _folder(config, one)  # an error comes before the work
+    # The episodes that are trained on: without those that cannot be read or are held out.
+    opened = open_sources(pipelines, config.model)
+    parts = split_sources(pipelines, opened, config.validation_episodes, seed=config.seed)
+    robots: dict[str, list[tuple[DataConfig, LeRobotDataset]]] = {}
+    for one, dataset, (kept, _) in zip(pipelines, opened, parts):
+        if one.has_actions and isinstance(dataset, LeRobotDataset):
+            robots.setdefault(one.entry, []).append((one, dataset.select(kept)))
+    for entry, sets in robots.items():
+        if entry:
+            console().rule(entry)
+        _compute(config, sets, arguments.max_frames)
+
+
+def _compute(
+    config: TrainConfig,
+    sets: Sequence[tuple[DataConfig, LeRobotDataset]],
+    max_frames: int | None,
+) -> None:
+    """Compute, show and write the statistics of one robot's data sets together."""
     from piston.data.format import dimension_names
-    from piston.data.pipeline import keys_used, open_sources, split_sources
+    from piston.data.pipeline import keys_used
     from piston.data.statistics import TransformedColumns, compute_statistics
 
-    config, max_frames = arguments.config, arguments.max_frames
-    data_config = config.data_config()
-    folder = _folder(config, data_config)
-    begun = time.monotonic()
-    # The episodes that are trained on: without those that cannot be read or are held out.
-    opened = open_sources(data_config, config.model)
-    parts = split_sources(opened, config.validation_episodes, seed=config.seed)
-    datasets = [dataset.select(kept) for dataset, (kept, _) in zip(opened, parts)]
+    begun, (data_config, first) = time.monotonic(), sets[0]
     steps = data_config.steps_read(config.model.action_horizon)
-    columns = [
-        TransformedColumns(dataset, one, steps)
-        for dataset, one in zip(datasets, data_config.each_set())
-    ]
+    columns = [TransformedColumns(dataset, one, steps) for one, dataset in sets]
     num_all = sum(map(len, columns))
     num_frames = min(num_all, max_frames or num_all)
     with ProgressBar("statistics", "frames", num_frames) as bar:
         statistics = compute_statistics(columns, max_frames=max_frames, progress=bar.show)
     seconds = time.monotonic() - begun
     # Dimensions have the names that the data set declares.
-    features = datasets[0].metadata.features
+    features = first.metadata.features
     used = [features[key] for key in keys_used(data_config) or features if key in features]
     actions = [one for one in used if one.name in data_config.action_sequence_keys]
     state = [one for one in used if one not in actions and not one.is_camera]
@@ -246,7 +264,8 @@ def run_stats(args: list[str]) -> None:
         warnings += _warnings(key, found, names, data_config)
     for warning in warnings:
         screen.print(f"[yellow]warning:[/yellow] {warning}", highlight=False)
-    path = write_norm_stats(folder, {key: found.norm_stats for key, found in statistics.items()})
+    norm_stats = {key: found.norm_stats for key, found in statistics.items()}
+    path = write_norm_stats(_folder(config, data_config), norm_stats)
     screen.print(
         f"{num_frames:,} of {num_all:,} frames in {seconds:.1f} s; "
         f"{_precision(num_frames, num_all)}. Written: {path}",
@@ -259,12 +278,13 @@ def _folder(config: TrainConfig, data_config: DataConfig) -> Path:
     if data_config.fake:
         raise ValueError(f"{config.name} trains on random samples; they need no statistics.")
     if data_config.assets_dir is None or data_config.asset_id is None:
-        raise ValueError("The statistics have no name: set --data.assets.asset-id.")
+        flag = data_config.flag("assets.asset-id")
+        raise ValueError(f"The statistics have no name: set {flag}.")
     if "://" in data_config.assets_dir:
         raise ValueError(
             f"{config.name} takes the statistics of {data_config.assets_dir}/"
             f"{data_config.asset_id}, which are there already. For statistics of your own, give "
-            f"this and training --data.assets.assets-dir {config.assets_dirs}"
+            f"this and training {data_config.flag('assets.assets-dir')} {config.assets_dirs}"
         )
     return Path(data_config.assets_dir) / data_config.asset_id
 
@@ -291,8 +311,8 @@ def _warnings(
         advice = (
             f"the floor of {config.norm_floor:g} keeps their noise small."
             if config.norm_floor
-            else "normalised, the slightest noise there explodes. Set --data.norm-floor, or leave "
-            "them out."
+            else "normalised, the slightest noise there explodes. Set "
+            f"{config.flag('norm-floor')}, or leave them out."
         )
         yield f"{key}: {listed} never move{'s' * (len(dims) == 1)}; {advice}"
     q01, q99 = stats.quantiles

@@ -10,23 +10,41 @@ import abc
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import tyro
 
 from piston.config.data import AssetsConfig as AssetsConfig
-from piston.config.data import DataConfig, DataConfigFactory
+from piston.config.data import DataConfig, DataSource
+from piston.config.data import DataConfigFactory as DataConfigFactory
+from piston.config.data import MixtureDataConfig as MixtureDataConfig
 from piston.config.data import ModelTransformFactory as ModelTransformFactory
 from piston.models.configs import ModelConfig, Pi0Config
 from piston.serialization import register
+from piston.suggestions import did_you_mean
 
 # The section of a checkpoint's config.json that makes it self-contained.
 TRAIN_SECTION = "train"
+# The key of a mixture's policy_metadata that holds those of each robot.
+ROBOTS = "robots"
 
 Tracker = Literal["tensorboard", "wandb"]
 Sharding = Literal["none", "ddp", "fsdp"]
+
+
+class UnknownRobot(ValueError):
+    """A mixture does not have the robot that was asked for; the message lists those it has."""
+
+    @classmethod
+    def named(cls, name: Any, known: Iterable[str]) -> UnknownRobot:
+        """Return the error for a name that is not one of those known."""
+        names = list(known)
+        return cls(
+            f"There is no robot {repr(name)[:40]} here.{did_you_mean(str(name), names)} There is "
+            f"{', '.join(names)}."
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,8 +160,8 @@ class TrainConfig:
     exp_name: str = tyro.MISSING
     # The model and its sizes.
     model: ModelConfig = Pi0Config()
-    # The data set and its robot.
-    data: DataConfigFactory = tyro.MISSING
+    # The data set and its robot, or a mixture of several.
+    data: DataSource = tyro.MISSING
     # The checkpoint to start from (any known format); None: random weights.
     weights: str | None = None
     # Patterns of our parameter names that the checkpoint may lack, e.g. "*lora*".
@@ -240,6 +258,7 @@ class TrainConfig:
             )
         self._check_adapters()
         self._check_flow_options()
+        self._check_mixture()
 
     def _check_adapters(self) -> None:
         """Raise ValueError if there are LoRA adapters but all other weights would train as well."""
@@ -257,10 +276,28 @@ class TrainConfig:
         """Raise ValueError if an option would have no effect on a model that writes tokens."""
         flags = "--noise-draws", "--mask-padded-steps", "--mask-padded-dims"
         are_set = self.noise_draws > 1, self.mask_padded_steps, self.mask_padded_dims
-        if any(are_set) and self.model.action_tokenizer is not None:
+        if any(are_set) and not self.model.denoises:
             raise ValueError(
                 f"{', '.join(itertools.compress(flags, are_set))} would do nothing: "
                 f"{self.model.family} learns tokens, without noise or padded actions."
+            )
+
+    def _check_mixture(self) -> None:
+        """Raise ValueError if the actions of different robots would be mixed up in the loss."""
+        if self.data is tyro.MISSING:
+            return
+        factories = self.data.entries
+        if "" in factories and factories[""].share is not None:
+            raise ValueError("--data.share would do nothing: there is only one robot.")
+        if len(factories) > 1 and not self.model.denoises:
+            raise ValueError(
+                f"{self.name} mixes {self.data.robot}, but {self.model.family} writes the actions "
+                "of one robot only. Train π0 or π0.5 with --model.targets fast instead."
+            )
+        if len(factories) > 1 and not (self.mask_padded_steps and self.mask_padded_dims):
+            raise ValueError(
+                f"{self.name} mixes {self.data.robot}, which need not have the same action "
+                "dimensions: set --mask-padded-dims and --mask-padded-steps."
             )
 
     @property
@@ -274,4 +311,41 @@ class TrainConfig:
         return Path(self.checkpoint_base_dir) / self.name / self.exp_name
 
     def data_config(self) -> DataConfig:
-        return self.data.create(self.assets_dirs, self.model)
+        """Return the pipeline of the only robot. Raise ValueError if there are several."""
+        if "" not in self.data.entries:
+            raise ValueError(f"{self.name} is for several robots: name one of {self.data.robot}.")
+        return self.data.entries[""].create(self.assets_dirs, self.model)
+
+    def pipelines(self) -> tuple[DataConfig, ...]:
+        """Return the pipeline of every data set: of all robots, and of all sets of each."""
+        sets: list[DataConfig] = []
+        folders: dict[str, str] = {}
+        for entry, factory in self.data.entries.items():
+            try:
+                pipeline = factory.create(self.assets_dirs, self.model)
+            except ValueError as error:
+                if entry:
+                    error.add_note(f"in the data of {entry}")
+                raise
+            pipeline = dataclasses.replace(pipeline, entry=entry, set_index=len(sets))
+            if pipeline.has_actions and not pipeline.fake and pipeline.asset_id is not None:
+                other = folders.setdefault(pipeline.asset_id, entry)
+                if other != entry:
+                    raise ValueError(
+                        f"The statistics of {other} and {entry} would both be named "
+                        f"{pipeline.asset_id!r}. Set {pipeline.flag('assets.asset-id')}."
+                    )
+            sets += pipeline.each_set()
+        return tuple(sets)
+
+    def for_robot(self, name: str) -> TrainConfig:
+        """Return the configuration of one robot of a mixture, as if it were the only one."""
+        factories = self.data.entries
+        if "" in factories:
+            raise UnknownRobot(f"{self.name} is of one robot, {self.data.robot}: name none.")
+        if name not in factories:
+            raise UnknownRobot.named(name, factories)
+        metadata = dict(self.policy_metadata or {})
+        metadata |= metadata.pop(ROBOTS, {}).get(name, {})
+        data = dataclasses.replace(factories[name], share=None)
+        return dataclasses.replace(self, data=data, policy_metadata=metadata)

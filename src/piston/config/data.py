@@ -1,7 +1,8 @@
 """`DataConfig`, the description of a data pipeline, and the factories that make one.
 
 A `DataConfigFactory` describes a robot's data set; it becomes a `DataConfig` once the model is
-known. Nothing here reads data; `DataConfig.with_norm_stats` reads the statistics.
+known. A `MixtureDataConfig` has several of them by name, for one model of several robots. Nothing
+here reads data; `DataConfig.with_norm_stats` reads the statistics.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 
 from piston import assets as asset_files
-from piston.models.configs import ModelConfig
+from piston.models.configs import ModelConfig, Pi0Config
 from piston.serialization import register
 from piston.suggestions import did_you_mean
 from piston.tokenizers.fast import FASTPrompt, FASTTokenizer
-from piston.tokenizers.text import BytesTokenizer, PaligemmaTokenizer
+from piston.tokenizers.text import BytesTokenizer, PaligemmaTokenizer, TextTokenizer
 from piston.transforms import Group, Transform, for_inference
 from piston.transforms.actions import PadStatesAndActions
 from piston.transforms.images import FillCameras, ResizeImages
@@ -30,6 +31,7 @@ from piston.transforms.normalize import Normalize, NormStats, Unnormalize, read_
 from piston.transforms.prompts import (
     ExtractFASTActions,
     InjectDefaultPrompt,
+    ResponseTokens,
     TokenizeFASTInputs,
     TokenizePrompt,
 )
@@ -62,8 +64,13 @@ class _DataOptions:
     extra_datasets: tuple[str, ...] = ()
     # How often each set is drawn, the first one first, e.g. 2 1; by default by its frames.
     set_shares: tuple[float, ...] = ()
+    # Share of the samples drawn from this robot's sets, in a mixture of robots; in any unit. None
+    # for all robots: by their frames.
+    share: float | None = None
     # The prompt is the text of the frame's task in the data set.
     prompt_from_task: bool = False
+    # The policy writes the subtask that it is in before its actions, as the data set's labels say.
+    subtasks: bool = False
     # A smaller normalisation range is replaced by this, for dimensions that hardly move.
     norm_floor: float = 0.0
 
@@ -75,8 +82,16 @@ class DataConfig(_DataOptions):
     `repo_id` is None if there is no data set, as when a policy is only served.
     """
 
+    # The robot's name in a mixture of several; empty if there is only one.
+    entry: str = ""
     # Position of this pipeline's set among several.
     set_index: int = 0
+    # How often this set is drawn among those of the same robot; None: by its frames.
+    set_share: float | None = None
+    # Whether it is one of the robot's further sets.
+    is_extra: bool = False
+    # Whether there are states and actions; otherwise only pictures with questions and answers.
+    has_actions: bool = True
     assets_dir: str | None = None
     asset_id: str | None = None
     norm_stats: Mapping[str, NormStats] | None = None
@@ -99,36 +114,46 @@ class DataConfig(_DataOptions):
     robot_metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        flag = self.flag
         if self.norm_floor < 0:
-            raise ValueError(f"--data.norm-floor is {self.norm_floor}; expected at least 0.")
+            raise ValueError(f"{flag('norm-floor')} is {self.norm_floor}; expected at least 0.")
         if self.set_shares and len(self.set_shares) != 1 + len(self.extra_datasets):
             raise ValueError(
-                f"--data.set-shares has {len(self.set_shares)} of "
-                f"{1 + len(self.extra_datasets)} numbers: the first for --data.repo-id, then one "
-                "for each of --data.extra-datasets."
+                f"{flag('set-shares')} has {len(self.set_shares)} of "
+                f"{1 + len(self.extra_datasets)} numbers: the first for {flag('repo-id')}, then "
+                f"one for each of {flag('extra-datasets')}."
             )
         if not all(0 < share < math.inf for share in self.set_shares):
-            raise ValueError(f"--data.set-shares is {self.set_shares}; each must be above 0.")
+            raise ValueError(f"{flag('set-shares')} is {self.set_shares}; each must be above 0.")
         if self.asset_id is not None:
             path = Path(self.asset_id)
             if path.is_absolute() or ".." in path.parts:
                 raise ValueError(
-                    f"--data.assets.asset-id is {self.asset_id!r}; it names a folder inside every "
-                    "checkpoint and must not lead out of it. Set --data.assets.assets-dir to its "
-                    "parent folder."
+                    f"{flag('assets.asset-id')} is {self.asset_id!r}; it names a folder inside "
+                    "every checkpoint and must not lead out of it. Set "
+                    f"{flag('assets.assets-dir')} to its parent folder."
                 )
+
+    @property
+    def title(self) -> str:
+        """Return the data set's name for a message, in a mixture with that of the robot."""
+        return f"{self.repo_id} ({self.entry})" if self.entry else str(self.repo_id)
+
+    def flag(self, option: str) -> str:
+        """Return how an option of this robot's data is written on the command line."""
+        return f"--data.{self.entry}.{option}" if self.entry else f"--data.{option}"
 
     def with_norm_stats(self, preset: str = "PRESET") -> DataConfig:
         """Return a copy with statistics. Raise FileNotFoundError if there are none.
 
         `preset` is for the message: the arguments that `piston stats` needs to compute them.
         """
-        if self.norm_stats is not None or self.fake:
+        if self.norm_stats is not None or self.fake or not self.has_actions:
             return self
         if self.asset_id is None or self.assets_dir is None:
             raise ValueError(
-                "No normalisation statistics are named: set --data.assets.asset-id, and "
-                "--data.assets.assets-dir unless they are in the preset's own folder."
+                f"No normalisation statistics are named: set {self.flag('assets.asset-id')}, and "
+                f"{self.flag('assets.assets-dir')} unless they are in the preset's own folder."
             )
         location = f"{self.assets_dir.rstrip('/')}/{self.asset_id}"
         if "://" not in location and not Path(location).is_dir():
@@ -137,7 +162,8 @@ class DataConfig(_DataOptions):
             found = [path.parent.relative_to(root).as_posix() for path in files]
             listed = f" Found there: {', '.join(found)}." if found else ""
             raise FileNotFoundError(
-                f"norm_stats.json missing in {location} (--data.assets.asset-id {self.asset_id})."
+                f"norm_stats.json missing in {location} ({self.flag('assets.asset-id')} "
+                f"{self.asset_id})."
                 f"{did_you_mean(self.asset_id, found) or listed} Run: piston stats {preset}"
             )
         stats = read_norm_stats(asset_files.resolve(location))
@@ -145,15 +171,19 @@ class DataConfig(_DataOptions):
 
     def each_set(self) -> tuple[DataConfig, ...]:
         """Return a pipeline for each data set, with the same transforms and statistics."""
-        sets = [dataclasses.replace(self, extra_datasets=(), set_shares=())]
-        for index, text in enumerate(self.extra_datasets, start=1):
+        shares = self.set_shares or [None] * (1 + len(self.extra_datasets))
+        first = dataclasses.replace(self, extra_datasets=(), set_shares=(), set_share=shares[0])
+        sets = [first]
+        for index, (text, share) in enumerate(zip(self.extra_datasets, shares[1:]), start=1):
             # Text after "#" that does not choose episodes belongs to the name.
             match = re.fullmatch(r"(.*)#([\d\s:,!-]+)", text)
             name, episodes = match.groups() if match else (text, None)
             if not name:
-                raise ValueError(f"--data.extra-datasets holds {text!r}, which names no data set.")
-            other = dataclasses.replace(sets[0], repo_id=name, episodes=episodes, set_index=index)
-            sets.append(other)
+                flag = self.flag("extra-datasets")
+                raise ValueError(f"{flag} holds {text!r}, which names no data set.")
+            other = dataclasses.replace(first, repo_id=name, episodes=episodes, set_share=share)
+            place = self.set_index + index
+            sets.append(dataclasses.replace(other, set_index=place, is_extra=True))
         return tuple(sets)
 
     def steps_read(self, horizon: int) -> int:
@@ -188,7 +218,7 @@ class DataConfig(_DataOptions):
         )
 
     def _normalization(self, kind: type[Normalize] | type[Unnormalize]) -> tuple[Transform, ...]:
-        if self.fake:
+        if self.fake or not self.has_actions:
             return ()
         if self.norm_stats is None:
             raise ValueError(
@@ -198,8 +228,22 @@ class DataConfig(_DataOptions):
         return (kind(self.norm_stats, self.use_quantile_norm, floor=self.norm_floor),)
 
 
+class DataSource(abc.ABC):
+    """What a run trains on: the data of one robot, or a mixture of several."""
+
+    @property
+    @abc.abstractmethod
+    def entries(self) -> Mapping[str, DataConfigFactory]:
+        """Return the robots by their names; the name of a single one is empty."""
+
+    @property
+    @abc.abstractmethod
+    def robot(self) -> str:
+        """Return the robot's name, or the names of several."""
+
+
 @dataclasses.dataclass(frozen=True)
-class DataConfigFactory(_DataOptions, abc.ABC):
+class DataConfigFactory(_DataOptions, DataSource):
     """A robot's data set and how to read it. `piston.robots` has one for each robot."""
 
     # The data set: a folder, or owner/name on the hub.
@@ -210,9 +254,8 @@ class DataConfigFactory(_DataOptions, abc.ABC):
     default_prompt: str | None = None
 
     @property
-    @abc.abstractmethod
-    def robot(self) -> str:
-        """Return the robot's name."""
+    def entries(self) -> Mapping[str, DataConfigFactory]:
+        return {"": self}
 
     @abc.abstractmethod
     def create(self, assets_dirs: Path, model_config: ModelConfig) -> DataConfig:
@@ -230,9 +273,51 @@ class DataConfigFactory(_DataOptions, abc.ABC):
             **{**options, "repo_id": repo_id},
             assets_dir=self.assets.assets_dir or str(assets_dirs),
             asset_id=self.assets.asset_id or asset_id,
-            model_transforms=ModelTransformFactory(self.default_prompt)(model_config),
+            model_transforms=ModelTransformFactory(self.default_prompt, self.subtasks)(
+                model_config
+            ),
             use_quantile_norm=model_config.uses_quantiles,
         )
+
+
+@register("mixture")
+@dataclasses.dataclass(frozen=True)
+class MixtureDataConfig(DataSource):
+    """Several robots, or pictures with questions, by name: one model learns from all of them.
+
+    Each has its own data sets, transforms, statistics, control rate and prompt. The name is what
+    `piston serve --robot` and a request's `robot` call it.
+    """
+
+    # The robots by name.
+    robots: Annotated[Mapping[str, DataConfigFactory], tyro.conf.arg(name="")]
+
+    def __post_init__(self) -> None:
+        if not self.robots:
+            raise ValueError("A mixture needs at least one robot.")
+        shares = {name: one.share for name, one in self.robots.items()}
+        for name, share in shares.items():
+            if not re.fullmatch(r"[a-z][\w-]*", name):
+                raise ValueError(
+                    f"{name!r} cannot be the name of a robot in a mixture: expected small letters, "
+                    "digits, _ and -, and a letter first."
+                )
+            if share is not None and not 0 < share < math.inf:
+                raise ValueError(f"--data.{name}.share is {share}; expected a number above 0.")
+            if (share is None) != (None in {*shares.values()}):
+                without = ", ".join(other for other, one in shares.items() if one is None)
+                raise ValueError(
+                    f"--data.{name}.share is {share}, but {without} has no share. Give every robot "
+                    "of the mixture a share, or none: then they are drawn by their frames."
+                )
+
+    @property
+    def entries(self) -> Mapping[str, DataConfigFactory]:
+        return self.robots
+
+    @property
+    def robot(self) -> str:
+        return ", ".join(self.robots)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,6 +325,8 @@ class ModelTransformFactory:
     """The transforms that a model needs, for any robot."""
 
     default_prompt: str | None = None
+    # Whether the policy writes the subtask that it is in.
+    subtasks: bool = False
 
     def __call__(self, model_config: ModelConfig) -> Group:
         pixels, max_len = model_config.image_size, model_config.prompt_length
@@ -249,11 +336,26 @@ class ModelTransformFactory:
             ResizeImages(pixels, pixels),
             FillCameras(model_config.cameras, model_config.masks_absent_cameras, pixels, pixels),
         )
-        if model_config.action_tokenizer is None:
+        if self.subtasks and "text" not in model_config.targets:
+            raise ValueError(
+                "--data.subtasks asks for a policy that writes its subtask, which needs a model "
+                "with text among its --model.targets."
+            )
+        if isinstance(model_config, Pi0Config):
+            response = self._response(model_config, text) if model_config.targets else None
             # The state is written into the prompt before it is padded.
-            tokenize = TokenizePrompt(text, max_len, model_config.state_in_prompt)
+            tokenize = TokenizePrompt(text, max_len, model_config.state_in_prompt, response)
             return Group((*prepare, tokenize, PadStatesAndActions(model_config.action_dim)))
+        assert model_config.action_tokenizer is not None
         fast = FASTTokenizer(model_config.action_tokenizer)
         prompt = FASTPrompt(text, fast, model_config.vocab_size, max_len)
         chunk = (model_config.action_horizon, model_config.action_dim)
         return Group((*prepare, TokenizeFASTInputs(prompt)), (ExtractFASTActions(prompt, *chunk),))
+
+    def _response(self, model: Pi0Config, text: TextTokenizer) -> ResponseTokens:
+        fast = None
+        if model.action_tokenizer is not None:
+            codes = FASTTokenizer(model.action_tokenizer)
+            fast = FASTPrompt(text, codes, model.vocab_size, model.max_fast_len)
+        max_text_len = model.max_text_len if "text" in model.targets else 0
+        return ResponseTokens(max_text_len, self.subtasks, fast)

@@ -91,6 +91,8 @@ def train_config_from_json(data: Any, where: str) -> TrainConfig:
 
 def purpose(preset: TrainConfig) -> str:
     """Return "inference" for a preset that only says how to serve a released checkpoint."""
-    data = preset.data
-    trains = preset.weights is not None or data.repo_id is not tyro.MISSING
-    return "training" if trains or isinstance(data, DescribedRobotDataConfig) else "inference"
+    trains = preset.weights is not None or any(
+        one.repo_id is not tyro.MISSING or isinstance(one, DescribedRobotDataConfig)
+        for one in preset.data.entries.values()
+    )
+    return "training" if trains else "inference"

@@ -48,12 +48,13 @@ def _polaris(name: str, model: ModelConfig) -> TrainConfig:
     )
 
 
+_FULL_DROID = RLDSDroidDataConfig(
+    repo_id="droid", rlds_data_dir=_RLDS_DIR, datasets=(_rlds("droid", "1.0.1", 1.0),)
+)
 _FAST_ON_DROID = TrainConfig(
     name="pi0_fast_full_droid_finetune",
     model=Pi0FASTConfig(action_dim=8, action_horizon=16, max_token_len=180),
-    data=RLDSDroidDataConfig(
-        repo_id="droid", rlds_data_dir=_RLDS_DIR, datasets=(_rlds("droid", "1.0.1", 1.0),)
-    ),
+    data=_FULL_DROID,
     weights=f"{_CHECKPOINTS}/pi0_fast_base/params",
     lr_schedule=_FLAT,
     num_train_steps=100_000,
@@ -61,6 +62,19 @@ _FAST_ON_DROID = TrainConfig(
     num_workers=0,
     save_interval=5_000,
     keep_period=20_000,
+)
+
+_OWN_DROID = LeRobotDROIDDataConfig(
+    repo_id="your_hf_username/my_droid_dataset",
+    assets=AssetsConfig(f"{_CHECKPOINTS}/pi05_droid/assets", "droid"),
+    prompt_from_task=True,
+)
+_FINETUNE = TrainConfig(
+    name="pi05_droid_finetune",
+    model=Pi0Config(pi05=True, action_horizon=16),
+    data=_OWN_DROID,
+    weights=f"{_CHECKPOINTS}/pi05_droid/params",
+    num_train_steps=20_000,
 )
 
 PRESETS = (
@@ -77,22 +91,18 @@ PRESETS = (
         name="pi05_full_droid_finetune",
         model=Pi0Config(pi05=True, action_horizon=16),
         data=dataclasses.replace(
-            _FAST_ON_DROID.data,
+            _FULL_DROID,
             assets=AssetsConfig(f"{_CHECKPOINTS}/pi05_base/assets/", "droid"),
         ),
         weights=f"{_CHECKPOINTS}/pi05_base/params",
         keep_period=10_000,
     ),
-    TrainConfig(
-        name="pi05_droid_finetune",
-        model=Pi0Config(pi05=True, action_horizon=16),
-        data=LeRobotDROIDDataConfig(
-            repo_id="your_hf_username/my_droid_dataset",
-            assets=AssetsConfig(f"{_CHECKPOINTS}/pi05_droid/assets", "droid"),
-            prompt_from_task=True,
-        ),
-        weights=f"{_CHECKPOINTS}/pi05_droid/params",
-        num_train_steps=20_000,
+    _FINETUNE,
+    dataclasses.replace(
+        _FINETUNE,
+        name="pi05_ki_droid",
+        model=Pi0Config(pi05=True, action_horizon=16, targets=("text", "fast"), insulate=True),
+        data=dataclasses.replace(_OWN_DROID, subtasks=True),
     ),
     _polaris("pi05_droid_jointpos_polaris", Pi0Config(pi05=True, action_horizon=15)),
     _polaris(

@@ -15,6 +15,19 @@ _FAST = Pi0FASTConfig(
     action_dim=7, action_horizon=10, max_token_len=180, cameras=Pi0Config().cameras
 )
 
+_PI05 = TrainConfig(
+    name="pi05_libero",
+    # As released: the state is not written into the prompt here.
+    model=Pi0Config(pi05=True, action_horizon=10, discrete_state_input=False),
+    data=_PLAIN,
+    weights=_BASE.format("pi05"),
+    batch_size=256,
+    lr_schedule=CosineDecaySchedule(
+        warmup_steps=10_000, peak_lr=5e-5, decay_steps=1_000_000, decay_lr=5e-5
+    ),
+    ema_decay=0.999,
+)
+
 PRESETS = (
     TrainConfig(name="pi0_libero", model=Pi0Config(), data=_DELTA, weights=_BASE.format("pi0")),
     TrainConfig(
@@ -36,17 +49,12 @@ PRESETS = (
         freeze=("vlm.*", "!*lora*"),
         ema_decay=None,
     ),
-    TrainConfig(
-        name="pi05_libero",
-        # As released: the state is not written into the prompt here.
-        model=Pi0Config(pi05=True, action_horizon=10, discrete_state_input=False),
-        data=_PLAIN,
-        weights=_BASE.format("pi05"),
-        batch_size=256,
-        lr_schedule=CosineDecaySchedule(
-            warmup_steps=10_000, peak_lr=5e-5, decay_steps=1_000_000, decay_lr=5e-5
-        ),
-        ema_decay=0.999,
+    _PI05,
+    dataclasses.replace(
+        _PI05,
+        name="pi05_ki_libero",
+        # The VLM, which writes the actions too, reads the state in the prompt.
+        model=Pi0Config(pi05=True, action_horizon=10, targets=("fast",), insulate=True),
     ),
     TrainConfig(
         name="pi0_ur5",

@@ -6,10 +6,11 @@ their sizes, and have a convolutional stem instead of the vision tower, which ne
 
 import dataclasses
 
-from piston.config import AdamW, CosineDecaySchedule, TrainConfig
+from piston.config import AdamW, CosineDecaySchedule, MixtureDataConfig, TrainConfig
 from piston.models.configs import GEMMA, VISION, GemmaSize, Pi0Config, Pi0FASTConfig, VisionSize
 from piston.robots.aloha import LeRobotAlohaDataConfig
 from piston.robots.description import DescribedRobotDataConfig
+from piston.robots.image_text import ImageTextDataConfig
 from piston.robots.simple import FakeDataConfig, LeRobotMetaworldDataConfig
 
 _VLM = GemmaSize(width=128, depth=4, mlp_dim=512, num_heads=4, num_kv_heads=1, head_dim=16)
@@ -30,6 +31,8 @@ _ALOHA = Pi0Config(
     tokenizer="bytes",
 )
 
+# Questions are longer than the prompts of tasks.
+_ALOHA_TEXT = dataclasses.replace(_ALOHA, targets=("text",), max_token_len=64, max_text_len=32)
 _METAWORLD = dataclasses.replace(
     _ALOHA, action_dim=4, action_horizon=8, max_token_len=24, image_size=64
 )
@@ -41,21 +44,25 @@ def _schedule(num_steps: int) -> CosineDecaySchedule:
     return CosineDecaySchedule(warmup_steps=50, peak_lr=2e-3, decay_steps=num_steps, decay_lr=2e-5)
 
 
+_CUBE = LeRobotAlohaDataConfig(
+    repo_id="data/aloha_transfer_cube",
+    prompt_from_task=True,
+    # A model that is trained from scratch can use the simulated robot's own conventions.
+    adapt_to_pi=False,
+    use_delta_joint_actions=False,
+    norm_floor=0.01,
+    # In demonstrations without errors the state alone predicts what comes next, and a policy that
+    # relies on it ignores the image.
+    state_noise=0.02,
+    action_stride=8,
+)
+_FIVE_SENTENCES = LeRobotMetaworldDataConfig(
+    repo_id="data/metaworld", prompt_from_task=True, norm_floor=0.01
+)
 _ALOHA_SIM = TrainConfig(
     name="tiny_aloha_sim",
     model=_ALOHA,
-    data=LeRobotAlohaDataConfig(
-        repo_id="data/aloha_transfer_cube",
-        prompt_from_task=True,
-        # A model that is trained from scratch can use the simulated robot's own conventions.
-        adapt_to_pi=False,
-        use_delta_joint_actions=False,
-        norm_floor=0.01,
-        # In demonstrations without errors the state alone predicts what comes next, and a policy
-        # that relies on it ignores the image.
-        state_noise=0.02,
-        action_stride=8,
-    ),
+    data=_CUBE,
     augmentation=False,
     batch_size=16,
     noise_draws=8,
@@ -71,6 +78,27 @@ _ALOHA_SIM = TrainConfig(
     lr_schedule=_schedule(1_500),
     optimizer=AdamW(weight_decay=1e-4),
     ema_decay=0.99,
+)
+
+_METAWORLD_TRAINING = dataclasses.replace(
+    _ALOHA_SIM,
+    name="tiny_metaworld",
+    model=_METAWORLD,
+    data=_FIVE_SENTENCES,
+    batch_size=32,
+    noise_draws=2,
+    start_frames=0,
+    start_weight=1,
+    num_train_steps=2_600,
+    lr_schedule=_schedule(2_600),
+)
+_METAWORLD_FAST = dataclasses.replace(
+    _METAWORLD,
+    targets=("fast",),
+    # The built-in tokenizer has 256 codes, beside 259 ids of text and 128 that are skipped.
+    fast_tokenizer="bytes",
+    vocab_size=643,
+    max_fast_len=64,
 )
 
 _DUMMY_PI0 = Pi0Config(vision=VISION["dummy"], vlm=GEMMA["dummy"], action_expert=GEMMA["dummy"])
@@ -92,23 +120,39 @@ PRESETS = (
     dataclasses.replace(
         _ALOHA_SIM,
         name="tiny_aloha_insertion",
-        data=dataclasses.replace(_ALOHA_SIM.data, repo_id="data/aloha_insertion"),
+        data=dataclasses.replace(_CUBE, repo_id="data/aloha_insertion"),
         num_train_steps=3_000,
         lr_schedule=_schedule(3_000),
     ),
+    _METAWORLD_TRAINING,
+    dataclasses.replace(
+        _METAWORLD_TRAINING,
+        name="tiny_metaworld_ki",
+        model=dataclasses.replace(_METAWORLD_FAST, insulate=True),
+    ),
     dataclasses.replace(
         _ALOHA_SIM,
-        name="tiny_metaworld",
-        model=_METAWORLD,
-        data=LeRobotMetaworldDataConfig(
-            repo_id="data/metaworld", prompt_from_task=True, norm_floor=0.01
+        name="tiny_aloha_subtasks",
+        model=_ALOHA_TEXT,
+        data=dataclasses.replace(_CUBE, subtasks=True),
+    ),
+    dataclasses.replace(
+        _ALOHA_SIM,
+        name="tiny_two_robots",
+        model=_ALOHA_TEXT,
+        data=MixtureDataConfig(
+            {
+                "aloha": dataclasses.replace(_CUBE, subtasks=True, share=3),
+                "metaworld": dataclasses.replace(_FIVE_SENTENCES, share=6),
+                "questions": ImageTextDataConfig(repo_id=_CUBE.repo_id, share=1),
+            }
         ),
+        mask_padded_dims=True,
+        mask_padded_steps=True,
         batch_size=32,
-        noise_draws=2,
-        start_frames=0,
-        start_weight=1,
-        num_train_steps=2_600,
-        lr_schedule=_schedule(2_600),
+        noise_draws=4,
+        num_train_steps=3_600,
+        lr_schedule=_schedule(3_600),
     ),
     dataclasses.replace(
         _ALOHA_SIM,

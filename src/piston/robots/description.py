@@ -62,6 +62,11 @@ def with_robot(config: TrainConfig, robot: RobotInputs) -> TrainConfig:
 
     What belongs to the robot of before is left out: its data set, statistics, prompt, metadata.
     """
+    if not isinstance(config.data, DataConfigFactory):
+        raise ValueError(
+            f"{config.name} mixes {config.data.robot}; a file describes one robot. Choose a preset "
+            "of one robot, or write a mixture of your own (docs/recipe.md)."
+        )
     left_out = ("repo_id", "assets", "default_prompt", "prompt_from_task")
     kept = {f.name for f in dataclasses.fields(DataConfigFactory)} - set(left_out)
     options = {name: getattr(config.data, name) for name in kept}

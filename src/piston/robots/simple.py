@@ -193,4 +193,4 @@ class FakeDataConfig(DataConfigFactory):
     repo_id: str = "fake"
 
     def create(self, assets_dirs: Path, model_config: ModelConfig) -> DataConfig:  # noqa: ARG002
-        return DataConfig(repo_id=self.repo_id, fake=True)
+        return DataConfig(repo_id=self.repo_id, fake=True, extra_datasets=self.extra_datasets)

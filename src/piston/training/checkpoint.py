@@ -19,7 +19,7 @@ import pickle
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
@@ -100,15 +100,19 @@ def _copied(tensor: Tensor) -> Tensor:
 class CheckpointWriter:
     """Saves a run's checkpoints, one at a time, and deletes those that are not to be kept.
 
-    A checkpoint carries the statistics of `pipeline`. Under DDP every process has the whole state,
-    and the first one saves.
+    A checkpoint carries the statistics of all pipelines. Under DDP every process has the whole
+    state, and the first one saves.
     """
 
     def __init__(
-        self, config: TrainConfig, folder: Path, processes: Processes, pipeline: DataConfig
+        self,
+        config: TrainConfig,
+        folder: Path,
+        processes: Processes,
+        pipelines: Sequence[DataConfig],
     ) -> None:
         self._config, self._folder = config, folder
-        self._processes, self._pipeline = processes, pipeline
+        self._processes, self._pipelines = processes, pipelines
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._saving: Future[Exception | None] | None = None
         self._gigabytes = 0.0
@@ -188,9 +192,9 @@ class CheckpointWriter:
                 write_json(temporary / _STATE / _PROGRESS, progress)
                 sections = {TRAIN_SECTION: to_json(self._config)}
                 weights.save_model(served, self._config.model, temporary, sections=sections)
-                if self._pipeline.norm_stats is not None and self._pipeline.asset_id is not None:
-                    assets = temporary / "assets" / self._pipeline.asset_id
-                    write_norm_stats(assets, self._pipeline.norm_stats)
+                for one in self._pipelines:
+                    if one.norm_stats is not None and one.asset_id is not None:
+                        write_norm_stats(temporary / "assets" / one.asset_id, one.norm_stats)
                 write_manifest(temporary)
                 temporary.rename(folder)
                 sync(self._folder)

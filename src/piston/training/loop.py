@@ -10,24 +10,27 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from piston import weights
 from piston.client.limits import Limits
-from piston.config import DataConfig, TrainConfig
+from piston.config import ROBOTS, DataConfig, TrainConfig
 from piston.data.dataset import LeRobotDataset
 from piston.data.limits import action_limits
 from piston.data.loader import Batch, Loader, Order
-from piston.data.mixture import RepeatedStarts, Samples, WeightedMixture, mixed
+from piston.data.mixture import RepeatedStarts, Samples, WeightedMixture, joined, mixed
 from piston.data.pipeline import (
+    Source,
     action_names,
-    leave_out,
+    episodes_of,
     open_sources,
     open_training_data,
+    require_short_texts,
     split_sources,
 )
-from piston.data.problems import EpisodeError
+from piston.data.problems import EpisodeError, leave_out_any
 from piston.data.statistics import require_finite
 from piston.models.model import Model
 from piston.progress import ProgressBar
@@ -50,11 +53,13 @@ def train_loop(config: TrainConfig) -> Path:
     """Train as configured and return the folder of the last checkpoint."""
     # Cheap checks come first, so that nobody waits an hour for a missing file.
     trackers.require_installed(config)
-    pipeline = read_statistics(config)
-    action_stats = (pipeline.norm_stats or {}).get("actions")
-    if action_stats is None and config.mask_padded_dims:
-        raise ValueError("--mask-padded-dims needs statistics: they tell the robot's dimensions.")
-    robot_dim = None if action_stats is None else action_stats.dim
+    pipelines = read_statistics(config)
+    for one in pipelines:
+        if config.mask_padded_dims and one.has_actions and "actions" not in (one.norm_stats or {}):
+            raise ValueError(
+                f"--mask-padded-dims needs statistics of the actions of {one.title}: they tell the "
+                "robot's dimensions."
+            )
     freeze_parameters(weights.build_on_meta(config.model), config.freeze)
     with ExitStack() as stack:
         processes = stack.enter_context(join_processes(config))
@@ -63,28 +68,30 @@ def train_loop(config: TrainConfig) -> Path:
             trackers.check_logins(config)
         if run.resumed is None:
             check_weights(config)
-        sources = [] if pipeline.fake else open_sources(pipeline, config.model)
-        training, held_out = _open_data(config, pipeline, sources)
+        is_fake = any(one.fake for one in pipelines)
+        sources = [] if is_fake else open_sources(pipelines, config.model)
+        training, held_out = _open_data(config, pipelines, sources)
         # Only the first process writes configurations.
-        saved = _with_limits(config, pipeline, sources) if processes.is_first else config
+        saved = _with_limits(config, pipelines, sources) if processes.is_first else config
         rank, size = processes.rank, processes.world_size
         order = Order(training, config.batch_size, seed=config.seed, rank=rank, world_size=size)
         loader = stack.enter_context(Loader(training, order, num_workers=config.num_workers))
-        trainer = Trainer(config, _initial_model(config, processes, run), processes, robot_dim)
+        trainer = Trainer(config, _initial_model(config, processes, run), processes)
         meter = Meter(config, trainer)
         if run.resumed_folder is not None:
             progress = restore(trainer, run.resumed_folder)
             loader.load_state_dict(progress["loader"])
-            meter.totals |= progress["meter"]
+            meter.restore(progress["meter"])
             logger.info("Resumed %s after step %d", run.folder, run.resumed)
             if processes.is_first:
-                warn_of_other_statistics(run.resumed_folder, pipeline)
+                for one in pipelines:
+                    warn_of_other_statistics(run.resumed_folder, one)
         # From here on files are written.
         begin(run, config, processes)
-        writer = stack.enter_context(CheckpointWriter(saved, run.folder, processes, pipeline))
+        writer = stack.enter_context(CheckpointWriter(saved, run.folder, processes, pipelines))
         measure: Measure | None = None
         if held_out is not None:
-            names = action_names(sources[0], pipeline, robot_dim or config.model.action_dim)
+            names = _dimension_names(config, pipelines, sources)
             measure = functools.partial(validate, samples=held_out, names=names)
         _run_steps(run, loader, trainer, meter, writer, measure)
     return run.folder / str(max(config.num_train_steps - 1, run.resumed or 0))
@@ -114,10 +121,10 @@ def _run_steps(
             batch, failure = _read(loader)
             waited = time.perf_counter() - begun
             # Everything that the processes have to agree on in a step, in one small all-reduce.
-            failed, stopping, weight = processes.sum(
+            failed, stopping, *totals = processes.sum(
                 failure is not None,
                 signals.received is not None and step > run.first_step,
-                trainer.weight(batch) if failure is None else 0.0,
+                *(trainer.counts(batch) if failure is None else (0.0, 0.0)),
             )
             if failed or stopping:
                 meter.read()
@@ -128,7 +135,7 @@ def _run_steps(
                 raise _no_data(failure, step, config) if failed else _stopped(signals, step - 1)
             if step == 0 and processes.is_first:
                 trackers.save_first_batch(batch, run.folder / "first_batch.png")
-            meter.add(step, trainer.step(batch, step, weight), batch, waited)
+            meter.add(step, trainer.step(batch, step, totals), batch, waited)
             is_last = step == last_step
             is_logged = step % config.log_interval == 0 or is_last
             is_saved = _is_due(step, config.save_interval) or is_last
@@ -162,58 +169,91 @@ def _progress_bar(config: TrainConfig, run: Run) -> ProgressBar:
 
 
 def _open_data(
-    config: TrainConfig, pipeline: DataConfig, sources: Sequence[LeRobotDataset]
+    config: TrainConfig, pipelines: Sequence[DataConfig], sources: Sequence[Source]
 ) -> tuple[Samples, Samples | None]:
     """Return the training data and, if asked for, the held-out episodes of the open data sets."""
-    if pipeline.fake:
-        several = config.data.extra_datasets or config.data.set_shares
-        if config.validation_episodes or config.start_frames or several:
+    if any(one.fake for one in pipelines):
+        if config.validation_episodes or config.start_frames or len(pipelines) > 1:
             raise ValueError(
                 "--validation-episodes, --start-frames and --data.extra-datasets need a data set; "
                 "random samples have no episodes."
             )
-        return open_training_data(pipeline, config.model), None
-    sets = pipeline.each_set()
-    for one, source in zip(sets, sources):
-        require_finite(source, one, one.steps_read(config.model.action_horizon))
-    parts = split_sources(sources, config.validation_episodes, seed=config.seed)
-    training, held_out = [], []
-    for one, source, (kept, chosen) in zip(sets, sources, parts):
-        cache = config.cache_frames
+        return open_training_data(pipelines[0], config.model), None
+    for one, source in zip(pipelines, sources):
+        if one.has_actions:
+            require_finite(source, one, one.steps_read(config.model.action_horizon))
+        require_short_texts(source, one)
+    parts = split_sources(pipelines, sources, config.validation_episodes, seed=config.seed)
+    training: list[Samples] = []
+    held_out: list[Samples] = []
+    for one, source, (kept, chosen) in zip(pipelines, sources, parts):
         read = functools.partial(
-            open_training_data, one, config.model, source=source, cache_frames=cache
+            open_training_data, one, config.model, source=source, cache_frames=config.cache_frames
         )
         samples = read(episodes=kept)
-        if config.start_frames:
-            lengths = [episode.length for episode in source.episodes if episode.index in kept]
+        if config.start_frames and one.has_actions:
+            lengths = [episode.length for episode in episodes_of(source) if episode.index in kept]
             samples = RepeatedStarts(samples, lengths, config.start_frames, config.start_weight)
         training.append(samples)
         if chosen:
             held_out.append(read(episodes=chosen))
-    everything = mixed(training, pipeline.set_shares)
+    everything = mixed(training, pipelines)
     shares = everything.weights if isinstance(everything, WeightedMixture) else ()
-    for one, samples, share, (kept, chosen) in zip(sets, training, shares, parts):
+    for one, samples, share, (kept, chosen) in zip(pipelines, training, shares, parts):
         logger.info(
-            "Set %d: %s, %d episodes, %d samples, %.1f %% of the samples drawn%s",
-            *(one.set_index, one.repo_id, len(kept), len(samples), 100 * share),
+            "Set %d: %s%s, %d episodes, %d samples, %.1f %% of the samples drawn%s",
+            *(one.set_index, f"{one.entry}, " * bool(one.entry), one.repo_id, len(kept)),
+            *(len(samples), 100 * share),
             f"; {len(chosen)} episodes held out" if chosen else "",
         )
-    return everything, mixed(held_out) if held_out else None
+    return everything, joined(held_out) if held_out else None
+
+
+def _dimension_names(
+    config: TrainConfig, pipelines: Sequence[DataConfig], sources: Sequence[Source]
+) -> tuple[str, ...]:
+    """Return names of the action dimensions: of the robot, or numbers if there are several."""
+    robots = [
+        (one, source)
+        for one, source in zip(pipelines, sources)
+        if one.has_actions and isinstance(source, LeRobotDataset)
+    ]
+    dims = [stats.dim for one, _ in robots if (stats := (one.norm_stats or {}).get("actions"))]
+    dim = max(dims, default=config.model.action_dim)
+    if len({one.entry for one, _ in robots}) > 1:
+        return tuple(map(str, range(dim)))
+    return action_names(robots[0][1], robots[0][0], dim)
 
 
 def _with_limits(
-    config: TrainConfig, pipeline: DataConfig, sources: Sequence[LeRobotDataset]
+    config: TrainConfig, pipelines: Sequence[DataConfig], sources: Sequence[Source]
 ) -> TrainConfig:
     """Return the configuration for checkpoints: its metadata hold what the data say of the actions.
 
     These are their limits and how many there are per second, unless the preset or robot says so.
+    Of a mixture they are stored by robot.
     """
-    metadata = dict(config.policy_metadata or {})
-    if not sources:
+    robots: dict[str, dict[str, Any]] = {}
+    stored = dict(config.policy_metadata or {})
+    for entry in dict.fromkeys(one.entry for one in pipelines if one.has_actions and sources):
+        own = [(one, s) for one, s in zip(pipelines, sources) if one.entry == entry]
+        metadata = dict(stored.get(ROBOTS, {}).get(entry, {}) if entry else stored)
+        robots[entry] = _limits_of_robot(metadata, config, *zip(*own))
+    if not robots:
         return config
-    if "control_hz" not in pipeline.robot_metadata:
+    metadata = robots.get("") or {**stored, ROBOTS: robots}
+    return dataclasses.replace(config, policy_metadata=metadata)
+
+
+def _limits_of_robot(
+    metadata: dict[str, Any],
+    config: TrainConfig,
+    pipelines: Sequence[DataConfig],
+    sources: Sequence[LeRobotDataset],
+) -> dict[str, Any]:
+    if "control_hz" not in pipelines[0].robot_metadata:
         metadata.setdefault("control_hz", float(sources[0].metadata.fps))
-    limits = action_limits(sources, pipeline)
+    limits = action_limits(sources, pipelines)
     stated = Limits.of_metadata(metadata)
     if stated is not None and stated.dim not in (None, limits.dim):
         raise ValueError(
@@ -221,7 +261,7 @@ def _with_limits(
             f"dimensions; the robot's actions have {limits.dim}."
         )
     metadata.setdefault("action_limits", limits.as_metadata())
-    return dataclasses.replace(config, policy_metadata=metadata)
+    return metadata
 
 
 def _initial_model(config: TrainConfig, processes: Processes, run: Run) -> Model:
@@ -255,7 +295,7 @@ def _no_data(failure: Exception | None, step: int, config: TrainConfig) -> Excep
     saved = f"Step {step - 1} is saved" if step else "No step is lost"
     advice = f"{saved}. Continue with --resume"
     if not isinstance(failure, EpisodeError):  # which says how to leave out its episode
-        without = leave_out(config.data_config(), ["N"])
+        without = leave_out_any(config.pipelines())
         advice += f"; if an episode is at fault, without it: --resume {without}"
     if failure is None:
         return TrainingStopped(f"Another process could not read its data. {advice}")

@@ -59,12 +59,14 @@ def check_weights(config: TrainConfig) -> None:
         weights.open_checkpoint(config.weights, config.model, allow_missing=config.allow_missing)
 
 
-def read_statistics(config: TrainConfig) -> DataConfig:
-    """Return the pipeline with its statistics; an error names the command that computes them."""
+def read_statistics(config: TrainConfig) -> tuple[DataConfig, ...]:
+    """Return all pipelines with their statistics; an error names the command that computes them."""
     words = [config.name]
     with contextlib.suppress(presets.UnknownPreset):
         preset = presets.get(config.name)
-        words += _changed(preset.data, config.data, "--data.")
+        for entry, factory in config.data.entries.items():
+            before = preset.data.entries.get(entry)
+            words += _changed(before, factory, f"--data.{entry}." if entry else "--data.")
         if config.model.action_horizon != preset.model.action_horizon:
             words += ["--model.action-horizon", str(config.model.action_horizon)]
         if config.assets_base_dir != preset.assets_base_dir:
@@ -72,7 +74,7 @@ def read_statistics(config: TrainConfig) -> DataConfig:
         if config.validation_episodes:  # chosen by the seed
             words += ["--validation-episodes", str(config.validation_episodes)]
             words += ["--seed", str(config.seed)] if config.seed != preset.seed else []
-    return config.data_config().with_norm_stats(shlex.join(words))
+    return tuple(one.with_norm_stats(shlex.join(words)) for one in config.pipelines())
 
 
 def _changed(before: Any, now: Any, prefix: str) -> Iterator[str]:
@@ -156,9 +158,10 @@ def _not_a_run(folder: Path) -> str | None:
 
 def _inputs(config: TrainConfig) -> list[Path]:
     """Return the local files and folders that a run reads."""
-    data = config.data_config()
-    sets = [name.split("#")[0] for name in (data.repo_id, *data.extra_datasets) if name]
-    names = [*sets, *(lerobot_home() / name for name in sets), config.weights, data.assets_dir]
+    pipelines = config.pipelines()
+    sets = [one.repo_id for one in pipelines if one.repo_id]
+    assets = [one.assets_dir for one in pipelines]
+    names = [*sets, *(lerobot_home() / name for name in sets), config.weights, *assets]
     paths = [local_path(str(name)) for name in names if name]
     return [path for path in paths if path is not None and path.exists()]
 

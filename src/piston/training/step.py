@@ -11,7 +11,7 @@ Dims: b batch of this process, n noise draws, h horizon, a action dim.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -36,8 +36,8 @@ from piston.training.optimizer import (
 class StepOutput(NamedTuple):
     """What a step measured, on the device; `Trainer.read` turns it into numbers."""
 
-    # This process's part of the loss; its mean over all processes is the loss of the batch.
-    loss: Float[Tensor, ""]
+    # This process's part of each loss by name; the mean over all processes is that of the batch.
+    losses: dict[str, Float[Tensor, ""]]
     # Of the gradients of all processes; not finite if any process's loss is not.
     gradient_norm: Float[Tensor, ""]
     has_finite_loss: Bool[Tensor, " b"]
@@ -47,11 +47,16 @@ class StepOutput(NamedTuple):
 class StepResult(NamedTuple):
     """What a step measured over all processes. A skipped step moved nothing."""
 
-    loss: float
+    # By name; what is minimised is their sum.
+    losses: dict[str, float]
     gradient_norm: float
     learning_rate: float
     # The samples of this process whose own loss is not finite.
     bad_samples: tuple[int, ...] = ()
+
+    @property
+    def loss(self) -> float:
+        return sum(self.losses.values())
 
     @property
     def skipped(self) -> bool:
@@ -62,16 +67,8 @@ class StepResult(NamedTuple):
 class Trainer:
     """The model with all that moves its weights."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        model: Model,
-        processes: Processes,
-        robot_action_dim: int | None = None,
-    ) -> None:
-        """`robot_action_dim` says how many dimensions are not padding, if that is known."""
+    def __init__(self, config: TrainConfig, model: Model, processes: Processes) -> None:
         self.config, self.model, self.processes = config, model, processes
-        self.robot_action_dim = robot_action_dim
         model.set_gradient_checkpointing(config.gradient_checkpointing)
         freeze_parameters(model, config.freeze)
         if config.compile:
@@ -85,28 +82,36 @@ class Trainer:
         self.ema = EMA(self.parameters, config.ema_decay) if config.ema_decay else None
 
     def step(
-        self, batch: Mapping[str, Any], step: int, total_weight: float | None = None
+        self, batch: Mapping[str, Any], step: int, totals: Sequence[float] | None = None
     ) -> StepOutput:
         """Train on `batch`, which is this process's part of the step's batch.
 
-        `total_weight` is the sum of `weight` over all processes, by default of this one alone. A
-        step whose loss or gradients are not finite moves nothing.
+        `totals` are the sums of `counts` over all processes, by default of this one alone. A step
+        whose loss or gradients are not finite moves nothing.
         """
         self.optimizer.zero_grad(set_to_none=True)
-        draws, weights = self._draw(len(batch["state"]), step), self._weights(batch)
-        # Each process divides by the weight of all, and gradients are averaged over processes.
-        total_weight = self.weight(batch) if total_weight is None else total_weight
-        scale = self.processes.world_size / total_weight
-        losses, finite = [], []
+        draws, weights = self._draw(len(batch["state"]), step), self.action_weights(batch)
+        # Each process divides by what counts on all, and gradients are averaged over processes.
+        totals = self.counts(batch) if totals is None else totals
+        of_actions, of_samples = (self.processes.world_size / max(total, 1) for total in totals)
+        losses: dict[str, list[Tensor]] = {}
+        finite = []
         size, part_size = len(weights), len(weights) // self.config.gradient_accumulation
         for start in range(0, size, part_size):
             part = slice(start, start + part_size)
             with gradients_exchanged(self._losses, now=part.stop >= size):
                 named = self._named_losses(batch, part, draws)
-                loss = _total_loss(named.values(), weights[part], scale, size)
+                sums = {
+                    name: (one * send(weights[part], one.device)).sum() * of_actions
+                    if one.ndim == 3
+                    else one.sum() * of_samples
+                    for name, one in named.items()
+                }
+                loss = torch.stack([*sums.values()]).sum()
                 # A loss that is not finite spoils all gradients, and so those of all processes.
                 loss.backward(torch.where(loss.detach().isfinite(), 1.0, torch.nan))
-            losses.append(loss.detach())
+            for name, one in sums.items():
+                losses.setdefault(name, []).append(one.detach())
             each = [one.detach().isfinite().reshape(len(one), -1).all(1) for one in named.values()]
             finite.append(torch.stack(each).all(0))
         norm = clip_gradients(self.parameters.values(), self.config.optimizer.clip_gradient_norm)
@@ -114,22 +119,30 @@ class Trainer:
         optimizer_step(self.optimizer, learning_rate, norm.isfinite())
         if self.ema is not None:
             self.ema.update(norm.isfinite())
-        return StepOutput(torch.stack(losses).sum(), norm, torch.cat(finite), learning_rate)
+        means = {name: torch.stack(parts).sum() for name, parts in losses.items()}
+        return StepOutput(means, norm, torch.cat(finite), learning_rate)
 
     def read(self, outputs: Sequence[StepOutput]) -> list[StepResult]:
         """Read what steps measured: one transfer from the device, one sum over processes."""
-        measured = torch.stack([torch.stack((one.loss, one.gradient_norm)) for one in outputs])
-        losses, norms = measured.double().T.tolist()
-        losses = [total / self.processes.world_size for total in self.processes.sum(*losses)]
+        names = list(outputs[0].losses)
+        measured = torch.stack(
+            [torch.stack((*one.losses.values(), one.gradient_norm)) for one in outputs]
+        )
+        *losses, norms = measured.double().T.tolist()
+        size = self.processes.world_size
+        losses = [[total / size for total in self.processes.sum(*one)] for one in losses]
         results = []
-        for output, loss, norm in zip(outputs, losses, norms):
+        for output, norm, *each in zip(outputs, norms, *losses):
             bad = () if math.isfinite(norm) else (~output.has_finite_loss).nonzero()[:, 0].tolist()
-            results.append(StepResult(loss, norm, output.learning_rate, tuple(bad)))
+            named = dict(zip(names, each, strict=True))
+            results.append(StepResult(named, norm, output.learning_rate, tuple(bad)))
         return results
 
-    def weight(self, batch: Mapping[str, Any]) -> float:
-        """Return how many numbers of the batch's actions count in the loss."""
-        return self._weights(batch).sum(dtype=torch.float64).item()
+    def counts(self, batch: Mapping[str, Any]) -> tuple[float, float]:
+        """Return how many numbers of the actions count, and in how many samples tokens do."""
+        numbers = self.action_weights(batch).sum(dtype=torch.float64).item()
+        learned = batch.get("token_loss_mask")
+        return numbers, 0.0 if learned is None else float(learned[:, 1:].any(1).sum())
 
     @contextmanager
     def served_weights(self) -> Iterator[Model]:
@@ -165,32 +178,18 @@ class Trainer:
         actions = None if actions is None else send(actions[part].float(), device)
         return self._losses(observation, actions, mine)
 
-    def _weights(self, batch: Mapping[str, Any]) -> Float[Tensor, "b h a"]:
+    def action_weights(self, batch: Mapping[str, Any]) -> Float[Tensor, "b h a"]:
         """Return 1 for every number of the actions that counts, 0 for those left out."""
         config = self.model.config
         weights = torch.ones(len(batch["state"]), config.action_horizon, config.action_dim)
         if self.config.mask_padded_steps:
             padded: Bool[Tensor, "b h"] = batch["action_is_pad"]
             weights.masked_fill_(padded[..., None], 0)
-        if self.config.mask_padded_dims and self.robot_action_dim is not None:
-            weights[..., self.robot_action_dim :] = 0
-        return weights
-
-
-def _total_loss(
-    losses: Iterable[Float[Tensor, " b"] | Float[Tensor, "b h a"]],
-    weights: Float[Tensor, "b h a"],
-    scale: float,
-    batch_size: int,
-) -> Float[Tensor, ""]:
-    """Return the sum of all losses: of means over samples, and of weighted sums over actions."""
-    each = [
-        (loss * send(weights, loss.device)).sum() * scale
-        if loss.ndim == 3
-        else loss.sum() * (1 / batch_size)
-        for loss in losses
-    ]
-    return torch.stack(each).sum()
+        # Pictures with questions have no dimension, and so no actions to learn.
+        dims = batch["action_dims"]
+        dims = dims if self.config.mask_padded_dims else dims.clamp(max=1) * config.action_dim
+        is_padding = torch.arange(config.action_dim) >= dims[:, None]
+        return weights.masked_fill_(is_padding[:, None], 0)
 
 
 def _cut(batch: Mapping[str, Any], part: slice) -> dict[str, Any]:

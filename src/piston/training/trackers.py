@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image
 
 from piston.config import TrainConfig
-from piston.data.pipeline import leave_out
+from piston.data.problems import leave_out_any
 from piston.extras import missing_package
 from piston.files import json_line, read_json_lines, write_json_lines
 from piston.serialization import to_json
@@ -199,8 +199,14 @@ class Meter:
         self.begin_interval()
 
     def begin_interval(self) -> None:
-        self.totals |= {"count": 0, "loss": 0.0, "gradient_norm": 0.0}
+        self.totals |= {"count": 0, "losses": {}, "gradient_norm": 0.0}
         self.start_clock()
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Continue the sums of a checkpoint; after one of version 0.1.0 an interval begins."""
+        self.totals |= saved
+        if self.totals.pop("loss", None) is not None:  # in 0.1.0 the only loss, without a name
+            self.begin_interval()
 
     def start_clock(self) -> None:
         """Measure rates from now on."""
@@ -240,15 +246,17 @@ class Meter:
                 continue
             totals["skipped_in_a_row"] = 0
             totals["count"] += 1
-            totals["loss"] += result.loss
+            # A new dictionary: a checkpoint that is being written may hold the one of before.
+            before = totals["losses"]
+            totals["losses"] = {n: before.get(n, 0.0) + loss for n, loss in result.losses.items()}
             totals["gradient_norm"] += result.gradient_norm
-            self._shown_loss = totals["loss"] / totals["count"]
+            self._shown_loss = sum(totals["losses"].values()) / totals["count"]
 
     def _report_skipped(
         self, step: int, result: StepResult, places: Sequence[Sequence[int]]
     ) -> None:
         config, in_a_row = self._config, self.totals["skipped_in_a_row"]
-        several = bool(config.data.extra_datasets)
+        several = len(config.pipelines()) > 1
         frames = [
             f"{f'set {int(which)} ' if several else ''}{int(episode)}/{int(frame)}"
             f"{' (!)' if number in result.bad_samples else ''}"
@@ -260,7 +268,7 @@ class Meter:
             *(step, result.loss, result.gradient_norm, ", ".join(frames)),
         )
         if in_a_row >= config.max_skipped_steps:
-            without = leave_out(config.data_config(), ["N"])
+            without = leave_out_any(config.pipelines())
             raise TrainingStopped(
                 f"{in_a_row} steps in a row had a loss or gradient that is not finite; they "
                 "changed no weights, and checkpoints are untouched. If few samples above have a "
@@ -271,8 +279,11 @@ class Meter:
 
     def metrics(self) -> dict[str, Any]:
         count, elapsed = self.totals["count"], time.perf_counter() - self._started
+        losses = {name: total / count for name, total in self.totals["losses"].items() if count}
+        several = {f"loss/{name}": loss for name, loss in losses.items()} if len(losses) > 1 else {}
         return {
-            "loss": self.totals["loss"] / count if count else None,
+            "loss": sum(losses.values()) if losses else None,
+            **several,
             "gradient_norm": self.totals["gradient_norm"] / count if count else None,
             "learning_rate": self._learning_rate,
             "samples_per_second": self._config.batch_size * self._steps / elapsed,

@@ -3,9 +3,10 @@
 Measured are the training loss and, for models that denoise, the mean distance of sampled actions
 from the recorded ones, per dimension, in units of the normalised actions: for π0 one standard
 deviation of the training data, for other models half the distance between the 1 % and 99 %
-quantiles. Noise and times are the same at every validation, and for any number of processes.
+quantiles. A model that writes text is given the recorded one. Noise and times are the same at every
+validation, and for any number of processes.
 
-Dims: n sums: loss, samples, recorded steps, and a distance per action dimension.
+Dims: n sums: loss, samples, and per action dimension the recorded steps and their distances.
 """
 
 from __future__ import annotations
@@ -37,39 +38,48 @@ def validate(trainer: Trainer, samples: Samples, names: Sequence[str]) -> Metric
     frames = np.linspace(0, len(samples) - 1, min(_NUM_SAMPLES, len(samples))).astype(int)
     batches = [frames[i : i + _BATCH].tolist() for i in range(0, len(frames), _BATCH)]
     rank, size = trainer.processes.rank, trainer.processes.world_size
-    sums = np.zeros(3 + len(names))
+    sums = np.zeros(2 + 2 * len(names))
     with trainer.served_weights() as model:
         # Each process takes its share of the batches. All run equally often, as sharded models
         # require; a batch that a process runs only for that is not counted.
         for turn in range(0, len(batches), size):
             number = min(turn + rank, len(batches) - 1)
             batch = stack_samples([samples[frame] for frame in batches[number]])
-            found = _measure(model, batch, trainer.processes.device, seed=number, dim=len(names))
+            found = _measure(trainer, model, batch, seed=number, dim=len(names))
             sums += found if number == turn + rank else 0
-    loss, num_samples, num_steps, *distances = trainer.processes.sum(*sums.tolist())
+    loss, num_samples, *each = trainer.processes.sum(*sums.tolist())
     metrics: dict[str, float | Mapping[str, float] | None] = {"validation/loss": loss / num_samples}
     if model.config.denoises:
-        mean = {name: total / num_steps for name, total in zip(names, distances, strict=True)}
+        totals = zip(names, each[: len(names)], each[len(names) :], strict=True)
+        # Of several robots, the frames above may show none that has the last dimensions.
+        mean = {name: distance / steps for name, steps, distance in totals if steps}
         metrics["validation/action_error"] = float(np.mean([*mean.values()]))
         metrics[ERROR_PER_DIM] = mean
     return metrics
 
 
 def _measure(
-    model: Model, batch: Mapping[str, Any], device: torch.device, seed: int, dim: int
+    trainer: Trainer, model: Model, batch: Mapping[str, Any], seed: int, dim: int
 ) -> Float[np.ndarray, " n"]:
     """Return the sum of losses, how many there are, recorded steps, and their distances."""
+    device = trainer.processes.device
     observation = Observation.from_dict(batch).to(device)
     actions = batch["actions"].to(device) if "actions" in batch else None
     draws = model.draw(len(batch["state"]), generator=torch.Generator().manual_seed(seed))
     draws = {name: values.to(device) for name, values in draws.items()}
     losses = model.training_losses(observation, actions, draws).values()
-    loss = torch.stack([loss.reshape(len(loss), -1).mean(1).sum() for loss in losses]).sum()
-    sums = np.zeros(3 + dim)
-    sums[:2] = loss.item(), len(batch["state"])
+    weights = trainer.action_weights(batch).to(device)
+    means = [
+        (loss * weights).sum((1, 2)) / weights.sum((1, 2)).clamp(min=1) if loss.ndim == 3 else loss
+        for loss in losses
+    ]
+    sums = np.zeros(2 + 2 * dim)
+    sums[:2] = torch.stack(means).sum().item(), len(batch["state"])
     if actions is not None and model.config.denoises:
         sampled = model.act(observation, draws["noise"][:, 0])
-        recorded = ~batch["action_is_pad"].to(device)
-        distance = (sampled - actions)[recorded].abs().double().sum(0)
-        sums[2], sums[3:] = int(recorded.sum()), distance[:dim].cpu().numpy()
+        dims = torch.arange(actions.shape[-1]) < batch["action_dims"][:, None]
+        recorded = (~batch["action_is_pad"][..., None] & dims[:, None]).to(device)
+        distance = ((sampled - actions).abs().double() * recorded).sum((0, 1))
+        sums[2 : 2 + dim] = recorded.sum((0, 1))[:dim].cpu().numpy()
+        sums[2 + dim :] = distance[:dim].cpu().numpy()
     return sums

@@ -117,7 +117,8 @@ def open_checkpoint(
         format_ = "jax"
         entries, unknown, heads = openpi_jax.read_arrays(tensors)
     else:
-        format_, entries, unknown, dropped = _read_safetensors(tensors)
+        writes = config is not None and bool(config.targets)
+        format_, entries, unknown, dropped = _read_safetensors(tensors, writes)
     if integers := [name for name, e in entries.items() if not e.dtype.is_floating_point]:
         raise CheckpointError(
             f"{tensors} holds values that are not floating-point in {', '.join(integers[:5])}. "
@@ -172,11 +173,12 @@ def _find_tensors(path: Path) -> Path:
 
 
 def _read_safetensors(
-    path: Path,
+    path: Path, writes: bool
 ) -> tuple[str, dict[str, FileEntry], dict[str, Shape], dict[str, str]]:
     """Read a file, or an index of several, under our or foreign names.
 
-    Return the format, the tensors, the shapes of those under unknown names, and the dropped names.
+    `writes` is whether a flow model writes tokens, as π0-FAST does. Return the format, the tensors,
+    the shapes of those under unknown names, and the dropped names.
     """
     entries = _read_shards(path) if path.name.endswith(".json") else read_tensor_file(path)
     used = {name: entry for name, entry in entries.items() if name.startswith(_OWN_TREES)}
@@ -193,8 +195,8 @@ def _read_safetensors(
         return OWN_FORMAT, used, unknown, {}
     table = pytorch_names.translate(entries)
     used = {ours: entries[name] for ours, name in table.used.items()}
-    if not any(name.startswith("suffix.") for name in used):
-        # π0-FAST uses the output head, so that it may only be dropped if it is tied.
+    if writes or not any(name.startswith("suffix.") for name in used):
+        # A model that writes uses the output head: it may only be dropped if it is tied.
         for name, reason in table.dropped.items():
             if reason == pytorch_names.TIED:
                 twin = (name, entries[name])

@@ -106,8 +106,8 @@ class FileEntry(Entry):
             same = (self.shape, self.dtype) == (other.shape, other.dtype)
             if not same or not all(map(torch.equal, self.chunks(), other.chunks())):
                 raise CheckpointError(
-                    f"{name} differs from the embedding table, but π0-FAST's output head is the "
-                    "embedding table itself. The file is not of this model."
+                    f"{name} differs from the embedding table, but the output head of a model that "
+                    "writes tokens is the embedding table itself. The file is not of this model."
                 )
         if not destination.is_contiguous():
             destination.copy_(self.read())
