@@ -19,7 +19,7 @@ import piston
 from piston import weights
 from piston.config import CosineDecaySchedule, DataConfig, TrainConfig
 from piston.data.dataset import LeRobotDataset
-from piston.data.pipeline import open_sources, split_sources
+from piston.data.pipeline import open_source, split_sources
 from piston.data.statistics import TransformedColumns, compute_statistics
 from piston.logs import init_logging
 from piston.models.configs import GemmaSize, LoRA, Pi0Config
@@ -101,8 +101,9 @@ def make_config(
 def open_parts(config: TrainConfig) -> tuple[DataConfig, LeRobotDataset, LeRobotDataset]:
     """Return the pipeline, the episodes that the run trains on, and those that it holds out."""
     pipeline = config.data_config()
-    (dataset,) = open_sources(pipeline, config.model)
-    ((trained, held_out),) = split_sources([dataset], config.validation_episodes, seed=config.seed)
+    dataset, held_out_count = open_source(pipeline, config.model), config.validation_episodes
+    (parts,) = split_sources([pipeline], [dataset], held_out_count, seed=config.seed)
+    trained, held_out = parts
     return pipeline, dataset.select(trained), dataset.select(held_out)
 
 

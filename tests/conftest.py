@@ -73,6 +73,15 @@ def shapes_checked():
     return checked
 
 
+@pytest.fixture(scope="session")
+def checkpoint_of_two_robots(tmp_path_factory, shapes_checked) -> Path:
+    """See `training/two_robots.py`."""
+    from tests.training import two_robots
+
+    with shapes_checked(False):
+        return two_robots.train(tmp_path_factory.mktemp("two robots"))
+
+
 @pytest.fixture
 def wait_until():
     """Waits for another process to get somewhere."""

@@ -25,7 +25,7 @@ def folder(tmp_path_factory):
     return untrained.record(tmp_path_factory.mktemp("inside") / "data")
 
 
-@pytest.fixture(scope="module", params=["pi0", "pi05"])
+@pytest.fixture(scope="module", params=["pi0", "pi05", "text"])
 def flow(request, folder):
     policy = untrained.policy(request.param)
     return policy, Frames.open(policy, folder)
@@ -87,6 +87,8 @@ def test_attention_is_shared_out_among_all_that_there_is(flow):
     cameras = sum(one.sum((1, 2)) for one in found.images.values())
     total = cameras + found.of_words.sum(1) + state + found.of_actions
     np.testing.assert_allclose(total, 1, rtol=1e-5)
+    written = policy.infer(frame.observation).get("subtask", "")
+    assert " ".join(found.words).count(" ".join(written.split())) == 1 or not written
     off = inside(probe, frame, Intervention(off=(BASE_SLOT,))).attention
     assert off.images.keys() == {WRIST_SLOT}
 
@@ -97,7 +99,7 @@ def test_a_patch_that_draws_all_attention_is_found_where_it_is(flow, hooked):
 
     def only_there(_, keys):
         changed = torch.zeros_like(keys)
-        changed[:, place] = 9
+        changed[:, place : place + 1] = 9  # not in a token of the text, which follows by itself
         return changed
 
     hooked(policy.model.vlm.layers[0].attention.key, only_there)

@@ -43,8 +43,9 @@ def test_only_the_part_that_the_model_sees_has_an_effect(probe, frames):
     # Half a cell of two pixels around a cell is covered too, so that the next cells have some.
     outside = np.ones_like(values, bool)
     outside[:10, 6:] = False
-    assert values[outside].max() == 0.0
-    assert values[SEEN].min() > 0.0
+    # Some CPUs round a row differently in batches of other sizes.
+    assert values[outside].max() <= 1e-6 * values.max()
+    assert values[SEEN].min() > 1e-3 * values.max()
     assert values.max() == found.value.max() == values[found.strongest.pixels(16, 16)].max()
 
 

@@ -53,6 +53,10 @@ def test_versions_and_seeds_equal_the_policys_own_answers(policy):
         for chunk, seed in zip(chunks, seeds, strict=True):
             expected = policy.infer(_robot_sends(change), seed=seed)["actions"]
             np.testing.assert_allclose(chunk, expected, atol=1e-5, err_msg=name)
+    if policy.has_sessions:
+        changes = (change for _, change in VERSIONS.values())
+        texts = {policy.infer(_robot_sends(change))["subtask"] for change in changes}
+        assert len(texts) > 1
     # The versions are different questions.
     assert np.abs(found[1:-1] - found[0]).max((1, 2, 3)).min() > 1e-4
 

@@ -45,11 +45,16 @@ MODELS: dict[str, ModelConfig] = {
     "pi0": Pi0Config(**_SIZES, action_expert=gemma(14)),
     "pi05": Pi0Config(**_SIZES | {"max_token_len": 128}, action_expert=gemma(14), pi05=True),
     "fast": Pi0FASTConfig(**_SIZES | {"max_token_len": 128}, max_decoding_steps=12),
+    # Writes a subtask before its actions.
+    "text": Pi0Config(**_SIZES, action_expert=gemma(14), targets=("text",), max_text_len=6),
 }
 
 
 def policy(kind: str, robot: RobotInputs = ROBOT) -> Policy:
-    model, data = MODELS[kind], DescribedRobotDataConfig(description=robot, prompt_from_task=True)
+    model = MODELS[kind]
+    data = DescribedRobotDataConfig(
+        description=robot, prompt_from_task=True, subtasks=kind == "text"
+    )
     pipeline = dataclasses.replace(data.create("assets", model), norm_stats={})
     if kind == "fast":
         pipeline = _tokens_as_actions(pipeline)

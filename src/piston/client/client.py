@@ -77,6 +77,7 @@ class Client:
     time. `timeout` bounds one `infer` altogether, reconnecting included; `connect_timeout` bounds
     the wait for a server that is not up yet, once, before the first request. Both in seconds. A
     server's API key is given as `api_key`, in a file, or in the environment (PISTON_API_KEY).
+    `robot` says which robot asks, if the policy drives several.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Client:
         timeout: float = 10.0,
         connect_timeout: float = 60.0,
         ca_file: str | Path | None = None,
+        robot: str | None = None,
     ) -> None:
         """`host` is a name, an address, or a whole `ws://` or `wss://` location."""
         if timeout <= 0 or connect_timeout <= 0:
@@ -103,6 +105,7 @@ class Client:
             self._tls = ssl.create_default_context(cafile=ca_file)
         elif ca_file is not None:
             raise ValueError(f"A ca_file is of use with wss:// only; the location is {self.uri}.")
+        self._robot, self._session = robot, 0
         self._timeout = timeout
         self._connect_timeout = connect_timeout
         self._lock = threading.Lock()
@@ -121,11 +124,29 @@ class Client:
 
         `observation` is what the policy expects, in its structure: the dtype and shape of each
         value, whether it is required, the names of its dimensions. `actions` is what it returns.
+        Of a policy that drives several robots these are of the client's own one; `robots` has all.
         """
         if self._metadata is None:
             self.connect()
         assert self._metadata is not None
-        return self._metadata
+        robots = self._robots
+        if self._robot is None or not robots:
+            return self._metadata
+        if self._robot not in robots:
+            raise ServerError(
+                f"The policy of {self.uri} has no robot {self._robot!r}; it has "
+                f"{', '.join(robots)}."
+            )
+        # Without what the server says of the robot that it takes for the default.
+        of_robots = {key for about in robots.values() for key in about}
+        common = {key: one for key, one in self._metadata.items() if key not in of_robots}
+        return {**common, **robots[self._robot]}
+
+    @property
+    def _robots(self) -> Mapping[str, Mapping[str, Any]]:
+        """What the server says of each robot, if its policy drives several."""
+        robots = (self._metadata or {}).get("robots")
+        return robots if isinstance(robots, Mapping) else {}
 
     def example_observation(self, *, seed: int = 0) -> dict[str, Any]:
         """Return a random observation in the keys and shapes that the policy expects."""
@@ -138,6 +159,10 @@ class Client:
 
     def infer(self, observation: Mapping[str, Any]) -> dict[str, Any]:
         """Return the server's reply, with `actions` (horizon, dim).
+
+        A policy that writes its `subtask` returns that too; an observation with a `subtask` lets it
+        go on with that one. To an observation with a `question` the reply is an `answer`, without
+        actions, if the model has learned to answer.
 
         Raises ServerError (this request was refused), ServerBusy, ReplyTimeout, ConnectionLost.
         After each of them the next call works as soon as the server does.
@@ -163,7 +188,8 @@ class Client:
             self._lock.release()
 
     def reset(self) -> None:
-        """Do nothing: a served policy keeps no state between requests."""
+        """Begin a new episode: a policy that writes its subtask does not go on with the old one."""
+        self._session += 1
 
     def close(self) -> None:
         """Hang up; a request under way in another thread ends with ConnectionLost."""
@@ -193,7 +219,13 @@ class Client:
                 "ignore it. Use AsyncChunkBroker."
             )
         number = next(self._request_ids)
-        message = pack({**observation, REQUEST_ID: number} if self._has_numbers else observation)
+        extra: dict[str, Any] = {} if self._robot is None else {"robot": self._robot}
+        if self._has_numbers and any(
+            about.get("subtasks") for about in (self.metadata, *self._robots.values())
+        ):
+            extra["session"] = self._session
+        own = {REQUEST_ID: number} if self._has_numbers else {}
+        message = pack({**extra, **observation, **own})
         try:
             websocket.send(message)
             reply = self._receive(websocket, deadline)

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int8
 from torch import Tensor, nn
 
 from piston import assets, presets, weights
-from piston.config import TRAIN_SECTION, DataConfig, TrainConfig
+from piston.config import TRAIN_SECTION, DataConfig, DataConfigFactory, TrainConfig, UnknownRobot
 from piston.files import read_json_object
 from piston.inference.policy import Policy
 from piston.models.configs import GEMMA, VISION, Dtype
@@ -36,21 +36,39 @@ PolicyDtype = Literal["float32", "bfloat16", "int8"]
 _HELD = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.bfloat16}
 
 
-def load_policy(
+def load_policy(location: str | Path, **options: Any) -> Policy:
+    """The policy of a checkpoint's folder or location, for one robot.
+
+    `options` are those of `load_policies`. A checkpoint that was trained with several robots needs
+    the name of one: `robot="aloha"`.
+    """
+    policies = load_policies(location, **options)
+    if len(policies) > 1:
+        raise UnknownRobot(
+            f"{location} was trained with several robots. Name one of {', '.join(policies)} "
+            "(--robot)."
+        )
+    return next(iter(policies.values()))
+
+
+def load_policies(
     location: str | Path,
     *,
     preset: str | TrainConfig | None = None,
-    robot: RobotInputs | None = None,
+    robot: RobotInputs | str | None = None,
     device: str | torch.device | None = None,
     dtype: PolicyDtype | None = None,
     default_prompt: str | None = None,
+    default_robot: str | None = None,
     **options: Any,
-) -> Policy:
-    """The policy of a checkpoint's folder or location.
+) -> dict[str, Policy]:
+    """The policies of a checkpoint by the names of its robots; they share one model.
 
-    `dtype` None holds and computes as the checkpoint says. `preset` is for checkpoints without a
-    configuration of their own, such as foreign ones, and `robot` replaces its robot
-    or the keys of the checkpoint's own. `options` are the policy's: num_steps, seed, rtc_jacobian.
+    The name of a single robot is empty. `dtype` None holds and computes as the checkpoint says.
+    `preset` is for checkpoints without a configuration of their own, such as foreign ones. `robot`
+    is the name of one of several robots; a description replaces the preset's robot, or the keys of
+    the checkpoint's own. A `default_robot` that the checkpoint does not have is an error. `options`
+    are the policy's: num_steps, seed, rtc_jacobian, subtask_interval.
     """
     device = _usable_device(device)
     if dtype is not None and dtype not in _HELD:
@@ -58,35 +76,73 @@ def load_policy(
     if dtype == "int8" and device.type != "cpu":
         raise ValueError(f"int8 is for CPUs, the device is {device}. Use bfloat16 there.")
     folder = assets.resolve(location)
-    config = _find_config(folder, preset)
-    if robot is not None:
-        config = with_robot(config, robot) if preset else _with_keys(config, robot)
-    if preset is not None:
-        config = _with_own_metadata(config, folder)
-    config = _with_prompt(config, default_prompt)
+    each = _robot_configs(folder, preset, robot, default_prompt)
+    known = [name or config.data.robot for name, config in each.items()]
+    if default_robot is not None and default_robot not in known:  # before the weights are read
+        raise UnknownRobot.named(default_robot, known)
     if dtype is not None:
         computed: Dtype = "float32" if dtype == "int8" else dtype
-        model_config = dataclasses.replace(config.model, dtype=computed)
-        config = dataclasses.replace(config, model=model_config)
-    pipeline = _with_statistics(config.data_config(), folder, config.name)
+        for name, config in each.items():
+            model_config = dataclasses.replace(config.model, dtype=computed)
+            each[name] = dataclasses.replace(config, model=model_config)
+    pipelines = {
+        name: dataclasses.replace(
+            _with_statistics(config.data_config(), folder, config.name), entry=name
+        )
+        for name, config in each.items()
+    }
+    first = next(iter(each.values()))
     model = weights.load_model(
-        folder, config.model, dtype=None if dtype is None else _HELD[dtype], device=device
+        folder, first.model, dtype=None if dtype is None else _HELD[dtype], device=device
     )
     if dtype == "int8":
         quantize_for_inference(model)
-    return Policy(model, pipeline, metadata=config.policy_metadata, **options)
+    return {
+        name: Policy(model, pipelines[name], metadata=config.policy_metadata, **options)
+        for name, config in each.items()
+    }
+
+
+def _robot_configs(
+    folder: Path,
+    preset: str | TrainConfig | None,
+    robot: RobotInputs | str | None,
+    default_prompt: str | None,
+) -> dict[str, TrainConfig]:
+    """Return the configuration of every robot that is asked for, as if it were the only one."""
+    config = _find_config(folder, preset)
+    if isinstance(robot, RobotInputs):
+        config = with_robot(config, robot) if preset else _with_keys(config, robot)
+    if preset is not None:
+        config = _with_own_metadata(config, folder)
+    if "" in config.data.entries:
+        if isinstance(robot, str) and robot != config.data.robot:
+            raise UnknownRobot(f"{folder} is of {config.data.robot}, not of {robot!r}.")
+        return {"": _with_prompt(config, default_prompt)}
+    each = {name: config.for_robot(name) for name in config.data.entries}
+    robots = {name: one for name, one in each.items() if one.data_config().has_actions}
+    if isinstance(robot, str):
+        if robot not in robots:
+            raise UnknownRobot.named(robot, robots)
+        robots = {robot: robots[robot]}
+    return {name: _with_prompt(one, default_prompt) for name, one in robots.items()}
 
 
 def random_policy(
     preset: str | TrainConfig,
     *,
-    robot: RobotInputs | None = None,
+    robot: RobotInputs | str | None = None,
     default_prompt: str | None = None,
     **options: Any,
 ) -> Policy:
     """Return a tiny model with random weights and the preset's robot, to test what is around it."""
     config = presets.get(preset) if isinstance(preset, str) else preset
-    config = config if robot is None else with_robot(config, robot)
+    if isinstance(robot, str):
+        config = config.for_robot(robot)
+    elif robot is not None:
+        config = with_robot(config, robot)
+    elif "" not in config.data.entries:
+        raise UnknownRobot(f"{config.name} is of several robots: name one of {config.data.robot}.")
     config = _with_prompt(config, default_prompt)
     small: dict[str, Any] = {"vision": VISION["dummy"], "vlm": GEMMA["dummy"], "vocab_size": 4_096}
     if hasattr(config.model, "action_expert"):
@@ -94,14 +150,15 @@ def random_policy(
     model_config = dataclasses.replace(
         config.model, **small, image_size=224, tokenizer="bytes", dtype="float32"
     )
-    pipeline = config.data.create(config.assets_dirs, model_config)
+    pipeline = dataclasses.replace(config, model=model_config).data_config()
     if pipeline.fake:
         raise ValueError(
             f"Preset {config.name!r} has no robot, so that no observation fits it. "
             "Name one with a robot, such as pi0_aloha_sim."
         )
     # No statistics: the model's numbers mean nothing anyway.
-    pipeline = dataclasses.replace(pipeline, norm_stats={})
+    entry = robot if isinstance(robot, str) else ""
+    pipeline = dataclasses.replace(pipeline, norm_stats={}, entry=entry)
     model = weights.build_model(model_config)
     return Policy(model, pipeline, metadata=config.policy_metadata, **options)
 
@@ -127,6 +184,7 @@ def _with_keys(config: TrainConfig, robot: RobotInputs) -> TrainConfig:
 def _with_prompt(config: TrainConfig, default_prompt: str | None) -> TrainConfig:
     if default_prompt is None:
         return config
+    assert isinstance(config.data, DataConfigFactory)
     data = dataclasses.replace(config.data, default_prompt=default_prompt)
     return dataclasses.replace(config, data=data)
 

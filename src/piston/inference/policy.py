@@ -1,26 +1,33 @@
 """A policy: observations in the robot's own keys in, its own actions out.
 
-The input transforms of an inference pipeline; the model; then the output transforms.
+The input transforms of an inference pipeline; the model; then the output transforms. A model that
+was trained with text also returns the `subtask` that it is in, or goes on with one that a request
+gives, and answers a `question`.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from piston.config import DataConfig
+from piston.config import DataConfig, UnknownRobot
+from piston.inference.subtasks import SubtaskInterval, SubtaskMemory
+from piston.models.flow import Pi0
 from piston.models.integrator import Guidance, Jacobian, guidance_weights
-from piston.models.model import Model
+from piston.models.language import END_ID, PADDING_ID
+from piston.models.model import ActOptions, Model
 from piston.observation import Observation, stack_samples
 from piston.transforms import Data, compose
+from piston.transforms.prompts import TokenizePrompt
 
 # Keys of a request besides the robot's own.
-REQUEST_KEYS = ("noise", "seed", "rtc")
+REQUEST_KEYS = ("noise", "seed", "rtc", "robot", "session")
 _RTC_STEPS = ("delay", "execute_horizon")
 
 
@@ -30,8 +37,15 @@ class PreparedObservation(Mapping[str, Any]):
     It is read only. A copy, such as `{**observation, "prompt": "…"}`, is not prepared any more.
     """
 
-    def __init__(self, observation: Mapping[str, Any], inputs: Data, policy: Policy) -> None:
-        self.inputs, self.policy = inputs, policy
+    def __init__(
+        self,
+        observation: Mapping[str, Any],
+        inputs: Data,
+        policy: Policy,
+        subtask: str | None = None,
+    ) -> None:
+        # `subtask` is the one to go on with; None: the model writes it.
+        self.inputs, self.policy, self.subtask = inputs, policy, subtask
         self._observation = observation
 
     def __getitem__(self, key: str) -> Any:
@@ -56,6 +70,7 @@ class Policy:
         num_steps: int = 10,
         seed: int | None = None,
         rtc_jacobian: Jacobian = "full",
+        subtask_interval: str = "1",
     ) -> None:
         if not isinstance(num_steps, int) or num_steps < 1:
             raise ValueError(f"num_steps must be a whole number of at least 1, is {num_steps!r}.")
@@ -65,17 +80,27 @@ class Policy:
         self.data = data
         self.num_steps = num_steps
         self._jacobian: Jacobian = rtc_jacobian
-        self._stride = data.action_stride
         # Of a chunk, in the robot's steps.
         self._horizon = data.steps_read(model.config.action_horizon)
         about = dict(data.robot_metadata)
         if "actions" in about:
             actions: Mapping[str, Any] = about["actions"]
             about["actions"] = {**actions, "shape": [self._horizon, *actions["shape"]]}
+        # The robot's name: in the mixture that it was trained with, else that of its table.
+        self.robot = data.entry or about.get("robot")
+        about |= {"subtasks": True} if data.subtasks else {}
         self.metadata = {**about, **(metadata or {})}
+        self._subtasks = SubtaskMemory(SubtaskInterval.parse(subtask_interval))
+        words = (one for one in data.model_transforms.inputs if isinstance(one, TokenizePrompt))
+        self._words = next(words, None)
         self._to_model = compose(data.input_transforms(training=False))
         self._to_robot = compose(data.output_transforms())
         self._random = np.random.default_rng(seed)
+
+    @property
+    def has_sessions(self) -> bool:
+        """Whether requests of one robot depend on each other: it may go on with its subtask."""
+        return self.data.subtasks
 
     @property
     def device(self) -> torch.device:
@@ -104,21 +129,28 @@ class Policy:
         """
         started = time.perf_counter()
         prepared = [
-            one.inputs
-            if isinstance(one, PreparedObservation) and one.policy is self
-            else self.prepare(one).inputs
+            one
+            # One that another robot's policy prepared for the same model may be in the batch.
+            if isinstance(one, PreparedObservation) and one.policy.model is self.model
+            else self.prepare(one)
             for one in observations
         ]
         results: list[dict[str, Any]] = [{} for _ in prepared]
-        # Guided and plain requests differ in what is computed, so each kind is one batch.
-        for guided in (False, True):
-            places = [i for i, one in enumerate(prepared) if ("rtc" in one) == guided]
+        # The kinds of requests differ in what is computed, so each kind is one batch.
+        for run in (self._act, self._act_guided, self._answer):
+            places = [i for i, one in enumerate(prepared) if self._runs(one) == run]
             if places:
-                chosen = self._run([prepared[i] for i in places], guided)
+                chosen = run([prepared[i] for i in places])
                 for place, result in zip(places, chosen, strict=True):
                     results[place] = result
         elapsed = 1_000 * (time.perf_counter() - started)
         return [{**result, "policy_timing": {"infer_ms": elapsed}} for result in results]
+
+    def _runs(self, prepared: PreparedObservation) -> Callable[..., list[dict[str, Any]]]:
+        """Return the method that answers a request."""
+        if "question" in prepared:
+            return self._answer
+        return self._act_guided if "rtc" in prepared.inputs else self._act
 
     def warm_up(self) -> float:
         """Run once on a black image, so that the first robot does not wait; return the seconds."""
@@ -132,6 +164,7 @@ class Policy:
             state=torch.zeros(1, config.action_dim),
             tokenized_prompt=words,
             tokenized_prompt_mask=words > 0,
+            writes_text=torch.zeros(1, dtype=torch.bool),
         ).to(self.device)
         # Two tokens of a model that writes them: it may write very many for a black image.
         steps = self.num_steps if self.model.config.denoises else 2
@@ -145,9 +178,21 @@ class Policy:
 
         Raises ValueError or LookupError if the observation is wrong.
         """
-        data = {key: value for key, value in observation.items() if key not in REQUEST_KEYS}
+        ignored = (*REQUEST_KEYS, "answer")  # the model's to give
+        data = {key: value for key, value in observation.items() if key not in ignored}
         if np.ndim(data.get("state", ())) > 1:
             raise ValueError("An observation is of one robot; its state has a batch axis.")
+        asking = observation.get("robot")
+        if asking is not None and asking != self.robot:
+            raise UnknownRobot(
+                f"The request is of robot {asking!r}; this policy drives {self.robot}."
+            )
+        if "question" in data and (self._words is None or self._words.response is None):
+            family = self.model.config.family
+            raise ValueError(f"This {family} model answers no questions: it learned no text.")
+        given = self._given_subtask(observation)
+        data = {key: value for key, value in data.items() if key != "subtask"}
+        data |= {} if given is None else {"subtask": given}
         rtc = observation.get("rtc")
         if rtc is not None:
             previous, rtc = self._checked_rtc(rtc)
@@ -162,7 +207,21 @@ class Policy:
             seen["rtc"] = {**rtc, "previous_chunk": previous}
         if self.model.config.denoises:
             seen["noise"] = self._noise(observation)
-        return PreparedObservation(observation, seen, self)
+        return PreparedObservation(observation, seen, self, given)
+
+    def _given_subtask(self, observation: Mapping[str, Any]) -> Any:
+        """Return the subtask of a request, or the one that its session goes on with, or None."""
+        given = observation.get("subtask")
+        if given is not None and not (isinstance(given, str) and not given.strip()):
+            if not self.data.subtasks:
+                raise ValueError(
+                    f"The request gives the subtask {repr(given)[:40]} to a policy that has no "
+                    "subtasks. Leave it out, or put it into the prompt."
+                )
+            return given
+        if not self.data.subtasks or "question" in observation:
+            return None
+        return self._subtasks.recall(_session(observation), str(observation.get("prompt")))
 
     def _checked_rtc(self, rtc: Any) -> tuple[np.ndarray, dict[str, int]]:
         """Return the parts of a real-time request: the old chunk from now on, and two counts."""
@@ -202,32 +261,75 @@ class Policy:
         own = None if seed is None else np.random.default_rng(_whole_number(seed, "seed"))
         return (own or self._random).standard_normal(shape, np.float32)
 
-    def _run(self, prepared: Sequence[Data], guided: bool) -> list[dict[str, Any]]:
-        seen = [{k: v for k, v in one.items() if k not in ("noise", "rtc")} for one in prepared]
-        observation = Observation.from_dict(stack_samples(seen)).to(self.device)
+    def _act(
+        self, prepared: Sequence[PreparedObservation], guidance: Guidance | None = None
+    ) -> list[dict[str, Any]]:
         if self.model.config.denoises:
-            actions = self.model.act(
-                observation,
-                self._tensor([one["noise"] for one in prepared]),
-                num_steps=self.num_steps,
-                guidance=self._guidance(prepared) if guided else None,
-            )
+            noise = self._tensor([one.inputs["noise"] for one in prepared])
+            options = ActOptions(noise, num_steps=self.num_steps, guidance=guidance)
         else:
-            actions = self.model.act(observation)
-        chunks = actions.cpu().numpy()  # waits until the device has finished
-        return [self.to_robot(one, chunk) for one, chunk in zip(prepared, chunks, strict=True)]
+            options = ActOptions()
+        with torch.no_grad():
+            response = self.model.act_with(self._observed(prepared), options)
+        chunks = response.actions.cpu().numpy()  # waits until the device has finished
+        texts = [None] * len(prepared) if response.text is None else response.text.tolist()
+        return [
+            {**one.policy.to_robot(one.inputs, chunk), **one.policy._subtask(one, text)}
+            for one, chunk, text in zip(prepared, chunks, texts, strict=True)
+        ]
+
+    def _act_guided(self, prepared: Sequence[PreparedObservation]) -> list[dict[str, Any]]:
+        return self._act(prepared, self._guidance(prepared))
+
+    def _answer(self, prepared: Sequence[PreparedObservation]) -> list[dict[str, Any]]:
+        """Return the answers to questions; nothing is denoised."""
+        assert isinstance(self.model, Pi0)
+        with torch.no_grad():
+            _, text = self.model.respond(self._observed(prepared))
+        assert text is not None
+        return [{"answer": self._decoded(tokens)} for tokens in text.tolist()]
+
+    def _observed(self, prepared: Sequence[PreparedObservation]) -> Observation:
+        others = ("noise", "rtc")
+        seen = [{k: v for k, v in one.inputs.items() if k not in others} for one in prepared]
+        return Observation.from_dict(stack_samples(seen)).to(self.device)
+
+    def _subtask(
+        self, prepared: PreparedObservation, tokens: Sequence[int] | None
+    ) -> dict[str, str]:
+        """Return the subtask of a result, written or given; a written one is remembered."""
+        if not self.data.subtasks:
+            return {}
+        if prepared.subtask is not None:
+            return {"subtask": prepared.subtask}
+        text = self._decoded(tokens or ())
+        # A text that ran into its limit cannot be given again; the next chunk writes another.
+        if text and self._fits(text):
+            self._subtasks.store(_session(prepared), str(prepared.get("prompt")), text)
+        return {"subtask": text}
+
+    def _fits(self, text: str) -> bool:
+        assert self._words is not None
+        assert self._words.response is not None
+        return len(self._words.tokenizer.encode(text)) < self._words.response.max_text_len
+
+    def _decoded(self, tokens: Sequence[int]) -> str:
+        assert self._words is not None
+        words = itertools.takewhile(lambda token: token not in (PADDING_ID, END_ID), tokens)
+        return self._words.tokenizer.decode(list(words)).strip()
 
     def to_robot(self, prepared: Data, chunk: np.ndarray) -> dict[str, Any]:
         """Return what the robot gets for a chunk of the model, or for its tokens."""
         return dict(self._to_robot({"state": prepared["state"], "actions": chunk}))
 
-    def _guidance(self, prepared: Sequence[Data]) -> Guidance:
-        requests = [one["rtc"] for one in prepared]
+    def _guidance(self, prepared: Sequence[PreparedObservation]) -> Guidance:
+        requests = [one.inputs["rtc"] for one in prepared]
         horizon = self.model.config.action_horizon
         # In the model's steps, of which one may be several of the robot's.
+        strides = [one.policy.data.action_stride for one in prepared]
         weights = [
-            guidance_weights(horizon, *(-(-int(rtc[key]) // self._stride) for key in _RTC_STEPS))
-            for rtc in requests
+            guidance_weights(horizon, *(-(-int(rtc[key]) // stride) for key in _RTC_STEPS))
+            for rtc, stride in zip(requests, strides)
         ]
         return Guidance(
             previous=self._tensor([rtc["previous_chunk"] for rtc in requests]),
@@ -237,6 +339,15 @@ class Policy:
 
     def _tensor(self, rows: Sequence[np.ndarray]) -> Tensor:
         return torch.from_numpy(np.stack(rows).astype(np.float32)).to(self.device)
+
+
+def _session(observation: Mapping[str, Any]) -> Hashable:
+    """Return whose subtask a request goes on with; a server adds the connection to it."""
+    session = observation.get("session")
+    own = session[-1] if isinstance(session, tuple) else session
+    if not isinstance(own, str | int | None):
+        raise ValueError(f"session is {repr(own)[:40]}; expected a number or a text.")
+    return session
 
 
 def _whole_number(value: Any, name: str) -> int:

@@ -56,6 +56,10 @@ class RecordingPolicy:
     def metadata(self) -> dict[str, Any]:
         return self._policy.metadata
 
+    @property
+    def has_sessions(self) -> bool:
+        return self._policy.has_sessions
+
     def prepare(self, observation: Mapping[str, Any]) -> PreparedObservation:
         return self._policy.prepare(observation)
 
@@ -63,6 +67,8 @@ class RecordingPolicy:
         now = float(self._clock())
         results = self._policy.infer_batch(observations)
         for observation, result in zip(observations, results, strict=True):
+            if "actions" not in result:  # the answer to a question
+                continue
             try:
                 self._add(observation, np.asarray(result["actions"], np.float32), now)
             except (ValueError, OSError) as error:

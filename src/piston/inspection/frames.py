@@ -18,7 +18,8 @@ from piston.config import DataConfig
 from piston.data.dataset import LeRobotDataset
 from piston.data.format import locate, read_features, read_info
 from piston.data.metadata import Metadata
-from piston.data.pipeline import PADDING_KEY, PromptFromItem, action_names, open_source, repacked
+from piston.data.pipeline import action_names, open_source, repacked
+from piston.data.samples import PADDING_KEY, PromptFromItem
 from piston.inference.policy import Policy
 from piston.inference.recording import ACTION, CHUNK, NO_PROMPT, recorded_column
 from piston.transforms import Data, Group, RepackTransform, compose, flatten_dict
@@ -68,9 +69,9 @@ class Frames:
         self._repack = compose((*tasks, *pipeline.repack_transforms.inputs))
         keys = pipeline.action_sequence_keys
         self._renamed = repacked(pipeline) or {key: key for key in source.keys}
-        # What the robot is told, which it does not send.
+        # What the robot is told, which it does not send; a policy writes its subtask itself.
         told = (name for name, key in self._renamed.items() if key in keys)
-        self._told = {PADDING_KEY, *told}
+        self._told = {PADDING_KEY, "subtask", *told}
         bounds = zip(source.episodes, source.episode_bounds.tolist())
         self._bounds = {episode.index: (begin, end) for episode, (begin, end) in bounds}
         dim = sum(int(np.prod(source.metadata.features[key].shape)) for key in keys)
@@ -97,6 +98,7 @@ class Frames:
             extra_datasets=(),
             set_shares=(),
             not_readable=None,
+            subtasks=False,  # labels need not be there
         )
         root = locate(repo_id)
         if CHUNK in (features := read_features(read_info(root))):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -25,6 +26,8 @@ from piston.inspection.probe import Intervention, Probe
 from piston.inspection.results import NOT_IN_JSON
 from piston.models.flow import Pi0
 from piston.models.gemma import ExpertLayer, KVCache
+from piston.models.language import END_ID, PADDING_ID
+from piston.models.model import ActOptions
 from piston.observation import Observation, stack_samples
 from piston.tokenizers.text import TextTokenizer
 from piston.transforms import Data, compose, name_of
@@ -90,7 +93,7 @@ def inside(probe: Probe, frame: Frame, intervention: Intervention | None = None)
         rows[layer].append(weights[0, :, -model.config.action_horizon :].mean((0, 1)))
 
     with record_attention(model.action_expert.layers, record):
-        path = denoising_path(policy, seen, probe.noise[0])
+        path, text = _denoised(policy, seen, probe.noise[0])
     shares = torch.stack([torch.stack(steps).mean(0) for steps in rows]).cpu().numpy()
     observation, dim = intervention.on_robot(policy, frame.observation), frame.recorded.shape[-1]
     to_model = compose(policy.data.input_transforms(training=False))
@@ -99,7 +102,7 @@ def inside(probe: Probe, frame: Frame, intervention: Intervention | None = None)
         *shown,
         path=path[..., :dim],
         recorded=np.asarray(recorded)[..., :dim],
-        attention=_attention(model, _the(TokenizePrompt, policy).tokenizer, seen, shares),
+        attention=_attention(model, _the(TokenizePrompt, policy).tokenizer, seen, text, shares),
     )
 
 
@@ -107,10 +110,21 @@ def denoising_path(
     policy: Policy, seen: Data, noise: Float[np.ndarray, "h a"]
 ) -> Float[np.ndarray, "k h a"]:
     """Return the noisy actions before each step of the integrator, and the result."""
+    return _denoised(policy, seen, noise)[0]
+
+
+@torch.no_grad()
+def _denoised(
+    policy: Policy, seen: Data, noise: Float[np.ndarray, "h a"]
+) -> tuple[Float[np.ndarray, "k h a"], list[int]]:
+    """Return the path, and the tokens of the text that the model wrote, without its end."""
     path: list[Tensor] = []
     start = torch.from_numpy(noise[None]).to(policy.device)
-    policy.model.act(_observed(policy, seen), start, num_steps=policy.num_steps, visit=path.append)
-    return torch.cat(path).cpu().numpy()
+    options = ActOptions(start, num_steps=policy.num_steps, visit=path.append)
+    text = policy.model.act_with(_observed(policy, seen), options).text
+    words = [] if text is None else text[0].tolist()
+    words = list(itertools.takewhile(lambda token: token not in (PADDING_ID, END_ID), words))
+    return torch.cat(path).cpu().numpy(), words
 
 
 def _observed(policy: Policy, seen: Data) -> Observation:
@@ -156,9 +170,16 @@ def record_attention(
 
 
 def _attention(
-    model: Pi0, tokenizer: TextTokenizer, seen: Data, shares: Float[np.ndarray, "l s"]
+    model: Pi0,
+    tokenizer: TextTokenizer,
+    seen: Data,
+    text: Sequence[int],
+    shares: Float[np.ndarray, "l s"],
 ) -> Attention:
-    """Share out the packed tokens: present cameras, words, the state if it is a token, actions."""
+    """Share out the packed tokens: present cameras, words, the state if it is a token, actions.
+
+    The words are those of the prompt, then of the text that the model wrote.
+    """
     side = model.config.image_size // model.config.vision.patch
     images, begin = {}, 0
     for camera in model.config.cameras:
@@ -166,8 +187,9 @@ def _attention(
             end = begin + side * side
             images[camera] = shares[:, begin:end].reshape(-1, side, side)
             begin = end
-    ids = seen["tokenized_prompt"][np.asarray(seen["tokenized_prompt_mask"])]
-    words, places = words_of(tokenizer, ids.tolist())
+    prompt = seen["tokenized_prompt"][np.asarray(seen["tokenized_prompt_mask"])]
+    ids = [*prompt.tolist(), *text]
+    words, places = words_of(tokenizer, ids)
     belongs = np.eye(len(words), dtype=shares.dtype)[places]
     suffix = shares[:, begin + len(ids) :]
     horizon = model.config.action_horizon

@@ -200,7 +200,7 @@ class Probe:
         else:
             assert isinstance(model, Pi0)
             seeds = len(self.noise)
-            cache = model.prefill(observation).repeat(len(group[0]) * seeds)
+            cache = model.respond(observation)[0].repeat(len(group[0]) * seeds)
             states = np.stack([one["state"] for one in seen]).astype(np.float32)
             state = torch.from_numpy(states).to(policy.device).repeat_interleave(seeds, 0)
             noise = torch.from_numpy(np.tile(self.noise, (len(seen), 1, 1))).to(policy.device)
@@ -222,7 +222,7 @@ def _prefix_of(seen: Data) -> bytes:
         digest.update(f"{camera} {is_present}".encode())
         if is_present:
             digest.update(np.ascontiguousarray(image).tobytes())
-    for key in ("tokenized_prompt", "tokenized_prompt_mask", "token_ar_mask"):
+    for key in ("tokenized_prompt", "tokenized_prompt_mask", "token_ar_mask", "writes_text"):
         if key in seen:
             digest.update(key.encode() + np.ascontiguousarray(seen[key]).tobytes())
     return digest.digest()

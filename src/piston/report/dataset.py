@@ -1,4 +1,7 @@
-"""The data sets of a run, and the section on them: episodes, tasks, lengths and first frames."""
+"""The data sets of a run, and the section on them: episodes, tasks, lengths and first frames.
+
+Of labelled sets also the subtasks and questions; pictures with questions are only counted.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,13 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from piston.config import DataConfig
 from piston.data.dataset import LeRobotDataset
-from piston.data.pipeline import open_sources, split_sources
+from piston.data.pipeline import Source, open_sources, split_sources
 from piston.progress import shortened
 from piston.report.markup import (
     Line,
@@ -29,7 +34,7 @@ from piston.report.training import Run
 
 logger = logging.getLogger(__name__)
 
-_MAX_TASKS, _LONGEST_TASK = 12, 120
+_MAX_TEXTS, _LONGEST_TEXT = 12, 120
 _NUM_FIRST_FRAMES, _THUMBNAIL = 4, 160
 _MAX_BINS = 30
 _PREFIX = "observation.images."  # of LeRobot's names of cameras
@@ -45,41 +50,80 @@ def data_may_be_missing() -> Iterator[None]:
         raise Missing(f"the run's data set cannot be read. {error}") from error
 
 
-def open_sets(run: Run) -> list[LeRobotDataset]:
-    pipeline = run.config.data_config()
-    if pipeline.fake:
+class RobotSet(NamedTuple):
+    """A data set of a robot, and its episodes that the model did not train on."""
+
+    pipeline: DataConfig
+    source: LeRobotDataset
+    held_out: list[int]
+
+    @property
+    def name(self) -> str:
+        return _name(self.pipeline)
+
+
+def open_sets(run: Run) -> list[Source]:
+    """Open all data sets: those of robots, and pictures with questions."""
+    pipelines = run.config.pipelines()
+    if any(one.fake for one in pipelines):
         raise Missing("the run trained on random samples, which cannot be shown.")
     with data_may_be_missing():
-        return open_sources(pipeline, run.config.model)
+        return open_sources(pipelines, run.config.model)
 
 
-def held_out_episodes(run: Run, sets: Sequence[LeRobotDataset]) -> list[list[int]]:
-    """Return the episodes of each data set that the model did not train on."""
+def robot_sets(run: Run, sets: Sequence[Source]) -> list[RobotSet]:
+    """Return those of the open sets that have actions."""
     config = run.config
-    return [held for _, held in split_sources(sets, config.validation_episodes, seed=config.seed)]
+    pipelines = config.pipelines()
+    parts = split_sources(pipelines, sets, config.validation_episodes, seed=config.seed)
+    return [
+        RobotSet(pipeline, source, held_out)
+        for pipeline, source, (_, held_out) in zip(pipelines, sets, parts)
+        if pipeline.has_actions and isinstance(source, LeRobotDataset)
+    ]
 
 
-def dataset(run: Run, sets: Sequence[LeRobotDataset]) -> Markup:
+def dataset(run: Run, sets: Sequence[Source]) -> Markup:
     """Return the section on the data that the run was trained on."""
-    names = [one.repo_id for one in run.config.data_config().each_set()]
     with data_may_be_missing():
-        held_out = held_out_episodes(run, sets)
-        rows = [_facts(*one) for one in zip(names, sets, held_out)]
+        robots = robot_sets(run, sets)
+        rows = [_facts(one) for one in robots]
+        rows += [
+            _pictures(pipeline, source)
+            for pipeline, source in zip(run.config.pipelines(), sets)
+            if not pipeline.has_actions
+        ]
         first_frames = [
-            _first_frames(one, f" of {name}" if len(sets) > 1 else "")
-            for name, one in zip(names, sets)
+            _first_frames(one.source, f" of {one.name}" if len(robots) > 1 else "")
+            for one in robots
         ]
     header = ("data set", "episodes", "held out", "frames", "time", "frames/s", "robot", "format")
-    return join(
-        [table(header, rows, class_="numbers names"), _tasks(sets), _lengths(sets), *first_frames]
-    )
+    recorded = [one.source for one in robots]
+    shown = [table(header, rows, class_="numbers names"), _tasks(recorded), _subtasks(robots)]
+    return join([*shown, _lengths(recorded), *first_frames])
 
 
-def _facts(name: str | None, source: LeRobotDataset, held_out: Sequence[int]) -> list[str]:
+def _name(pipeline: DataConfig) -> str:
+    return f"{pipeline.entry}: {pipeline.repo_id}" if pipeline.entry else str(pipeline.repo_id)
+
+
+def _pictures(pipeline: DataConfig, source: Source) -> list[str]:
+    """Return the row of pictures with questions."""
+    questions, pictures = len(source), len(source)
+    if isinstance(source, LeRobotDataset):
+        asked = source.questions
+        questions, pictures = len(asked), len({(frame, one.camera) for frame, one in asked})
+    text = f"{pictures:,} picture{'s' * (pictures != 1)}"
+    about = f"{questions:,} question{'s' * (questions != 1)}"
+    return [_name(pipeline), "–", "–", text, "–", "–", about, "–"]
+
+
+def _facts(one: RobotSet) -> list[str]:
+    source, held_out = one.source, one.held_out
     metadata, used = source.metadata, len(source.episodes)
     episodes, declared = f"{used:,}", len(metadata.episodes)
     return [
-        str(name),
+        one.name,
         episodes if used == declared else f"{episodes} of {declared:,}",
         f"{len(held_out):,}",
         f"{len(source):,}",
@@ -92,12 +136,35 @@ def _facts(name: str | None, source: LeRobotDataset, held_out: Sequence[int]) ->
 
 def _tasks(sets: Sequence[LeRobotDataset]) -> Markup:
     counts = Counter(task for one in sets for episode in one.episodes for task in episode.tasks)
-    rows = [(shortened(task, _LONGEST_TASK), n) for task, n in counts.most_common(_MAX_TASKS)]
-    if len(counts) > _MAX_TASKS:
-        rest = counts.most_common()[_MAX_TASKS:]
-        rows.append((f"{len(rest):,} other tasks", sum(n for _, n in rest)))
-    title = tag("h3", f"{len(counts):,} task{'s' * (len(counts) != 1)}")
-    return join([title, table(("task", "episodes"), rows, class_="numbers")])
+    return _counted("task", "episodes", counts)
+
+
+def _subtasks(sets: Sequence[RobotSet]) -> Markup | None:
+    """Return the subtasks that the policy learns to write, if it does, and how many questions."""
+    labelled = [one.source for one in sets if one.pipeline.subtasks]
+    if not labelled:
+        return None
+    counts: Counter[str] = Counter()
+    for source in labelled:
+        counts.update(source.frames_per_subtask)
+    unlabelled = sum(map(len, labelled)) - counts.total()
+    text = f"{unlabelled:,} frames have no subtask; the policy learns no text from them. "
+    asked = sum(len(source.questions) for source in labelled)
+    more = f"The sets with subtasks also have {asked:,} questions about their pictures."
+    notes = text * bool(unlabelled) + more * bool(asked)
+    return join([_counted("subtask", "frames", counts), note(notes) if notes else None])
+
+
+def _counted(what: str, unit: str, counts: Counter[str]) -> Markup:
+    """Return a table of the texts that occur most often."""
+    rows = [
+        (shortened(text, _LONGEST_TEXT), f"{n:,}") for text, n in counts.most_common(_MAX_TEXTS)
+    ]
+    if len(counts) > _MAX_TEXTS:
+        rest = counts.most_common()[_MAX_TEXTS:]
+        rows.append((f"{len(rest):,} other {what}s", f"{sum(n for _, n in rest):,}"))
+    title = tag("h3", f"{len(counts):,} {what}{'s' * (len(counts) != 1)}")
+    return join([title, table((what, unit), rows, class_="numbers")])
 
 
 def _lengths(sets: Sequence[LeRobotDataset]) -> Markup:

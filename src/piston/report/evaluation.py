@@ -14,15 +14,17 @@ from piston.report.markup import (
     Line,
     Markup,
     Missing,
+    figure,
     join,
     legend,
     mp4,
     multiples,
     note,
     small_plot,
+    table,
     tag,
 )
-from piston.sim.scores import RESULTS, Evaluation, Outcome, Rate, read_evaluation
+from piston.sim.scores import RESULTS, Evaluation, Outcome, Rate, Trace, read_evaluation
 
 _ENDINGS = {
     "held": "success that lasted to the end",
@@ -130,7 +132,28 @@ def executed(evaluations: Sequence[Evaluation]) -> Markup:
         ]
         lines.append(Line(np.arange(len(done)) / trace.hz, done, "ink"))
         figures.append(small_plot(trace.names[dim], lines, widest=widest))
-    return multiples(text, [("ink", "executed"), ("accent", "predicted")], figures)
+    drawn = multiples(text, [("ink", "executed"), ("accent", "predicted")], figures)
+    return join([drawn, _subtasks(trace)])
+
+
+def _subtasks(trace: Trace) -> Markup | None:
+    """Return a table of the subtasks along the episode, if the policy has any."""
+    rows, first = [], 0
+    ends = [*trace.starts[1:], len(trace.executed)]
+    for subtask, chunks in itertools.groupby(trace.subtasks):
+        count = len(list(chunks))
+        begin, end = (step / trace.hz for step in (trace.starts[first], ends[first + count - 1]))
+        rows.append((f"{begin:.1f} – {end:.1f} s", count, subtask or "–"))
+        first += count
+    if not rows:
+        return None
+    text = (
+        "The subtasks that the policy wrote before its actions, or went on with: each row is a "
+        "time within the episode, and how many chunks in a row had the same text. They should "
+        "follow what is seen in the video; a policy that goes back and forth is not sure what "
+        "comes next."
+    )
+    return figure(text, table(("seconds", "chunks", "subtask"), rows, class_="names"))
 
 
 def write_animation(path: Path, evaluations: Sequence[Evaluation]) -> None:

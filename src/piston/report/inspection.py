@@ -103,7 +103,9 @@ def why(policy: Policy, evaluations: Sequence[Evaluation]) -> Markup:
     with data_may_be_missing():
         frames = Frames.open(policy, policy.data.repo_id or "", policy.data.episodes)
         overview = compute(policy, frames, plan=_SHORT)
-    parts = [verdicts(overview.verdicts), influence(overview), where_it_looks(overview)]
+    # In a mixture, the first robot's.
+    robot = note(f"Robot: {policy.data.entry}.") if policy.data.entry else None
+    parts = [robot, verdicts(overview.verdicts), influence(overview), where_it_looks(overview)]
     for evaluation in evaluations:
         if evaluation.failures is not None:
             parts.append(tag("h3", f"Before failures, {evaluation.name}"))

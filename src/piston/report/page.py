@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from piston.data.dataset import LeRobotDataset
+from piston.data.pipeline import Source
 from piston.inference import Policy, load_policy
 from piston.report import comparison
-from piston.report.dataset import dataset, open_sets
+from piston.report.dataset import dataset, open_sets, robot_sets
 from piston.report.document import attempt, write_page
 from piston.report.evaluation import executed, find_evaluations, success, videos
 from piston.report.inspection import why
@@ -16,7 +16,7 @@ from piston.report.markup import Markup, Missing, card, duration, short
 from piston.report.prediction import Prediction, chunk, denoising, predict
 from piston.report.timings import Stages, read_stages, timings
 from piston.report.training import Run, origin, read_run, training, validation
-from piston.report.transforms import choose_sample, transforms
+from piston.report.transforms import Sample, choose_sample, transforms
 from piston.sim.recording import simulated_task
 from piston.sim.scores import Evaluation
 
@@ -33,14 +33,14 @@ def write_report(
     opened, evaluated = read_run(run), find_evaluations(run, evaluations)
     measured = None if stages is None else read_stages(stages)
 
-    def load() -> Policy:
+    def load(sample: Sample) -> Policy:
         if not use_policy or opened.checkpoint is None:
             raise Missing("the policy was not loaded. Leave out --no-policy.")
-        return load_policy(opened.checkpoint)
+        return load_policy(opened.checkpoint, robot=sample.pipeline.entry or None)
 
     sets = attempt(open_sets, opened)
     sample = attempt(choose_sample, opened, sets)
-    policy = sample if isinstance(sample, Missing) else attempt(load)
+    policy = attempt(load, sample)
     prediction = attempt(predict, policy, sample)
     answered = None if isinstance(prediction, Missing) else prediction
     sections: dict[str, Markup | Missing] = {"Evaluation": _how_to_evaluate(opened, sets)}
@@ -85,14 +85,17 @@ def write_comparison(folders: Sequence[Path], out: Path | None = None) -> Path:
     return write_page(out, f"{len(runs)} runs", ", ".join(runs), [], sections)
 
 
-def _how_to_evaluate(run: Run, sets: Sequence[LeRobotDataset] | Missing) -> Missing:
+def _how_to_evaluate(run: Run, sets: Sequence[Source] | Missing) -> Missing:
     """Return why there is no evaluation; the advice fits the robot that the data came from."""
     checkpoint = run.checkpoint or run.folder / "STEP"
-    task = None if isinstance(sets, Missing) else simulated_task(sets[0].metadata.root)
     advice = f"To try it on the robot: piston serve {checkpoint}"
-    if task is not None:
+    first = None if isinstance(sets, Missing) else robot_sets(run, sets)[0]
+    task = None if first is None else simulated_task(first.source.metadata.root)
+    if first is not None and task is not None:
+        robot = f" --robot {first.pipeline.entry}" if first.pipeline.entry else ""
         advice = (
-            f"Run: piston eval {task} --policy {checkpoint} --video --out {run.folder / 'eval'}"
+            f"Run: piston eval {task} --policy {checkpoint}{robot} --video "
+            f"--out {run.folder / 'eval'}"
         )
     return Missing(f"there are no results of trials with this policy. {advice}")
 

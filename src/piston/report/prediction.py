@@ -52,6 +52,8 @@ class Prediction:
     # Of single requests in this process.
     latency_ms: Mapping[str, float]
     num_timed: int
+    # That the policy wrote, if it has subtasks.
+    subtask: str | None = None
 
 
 def predict(policy: Policy, sample: Sample) -> Prediction:
@@ -68,9 +70,12 @@ def predict(policy: Policy, sample: Sample) -> Prediction:
         back = follow({"to the robot": sample.pipeline.output_transforms()}, actions)
         denoised = denoised[..., : chunks.shape[-1]]
     seconds: list[float] = []
+    subtask: str | None = None
     began = time.perf_counter()
     while len(seconds) < _MAX_TIMED and time.perf_counter() - began < _TIMING_SECONDS:
-        seconds.append(policy.infer(sample.at.observation)["policy_timing"]["infer_ms"] / 1e3)
+        answer = policy.infer(sample.at.observation)
+        seconds.append(answer["policy_timing"]["infer_ms"] / 1e3)
+        subtask = answer.get("subtask")
     return Prediction(
         family=model.config.family,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -80,6 +85,7 @@ def predict(policy: Policy, sample: Sample) -> Prediction:
         back=back,
         latency_ms=latency_percentiles(seconds),
         num_timed=len(seconds),
+        subtask=subtask,
     )
 
 
@@ -98,6 +104,9 @@ def chunk(sample: Sample, prediction: Prediction) -> Markup:
             f" Pale: {draws - 1} more predictions, each from another random noise. Where they "
             "differ much, the policy is not sure what to do."
         )
+    if prediction.subtask is not None:
+        recorded = sample.trace[0].data.get("subtask") or "none"
+        text += f" Its subtask is “{prediction.subtask}”; recorded is “{recorded}”."
     seconds = np.arange(len(at.recorded)) / fps
     widest = float(np.ptp(at.recorded[at.is_real], axis=0).max())
     figures = []

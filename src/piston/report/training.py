@@ -59,6 +59,11 @@ class Run:
         steps, values = np.array(pairs, float).reshape(-1, 2).T
         return steps, values
 
+    @property
+    def losses(self) -> list[str]:
+        """Return the names of the curves that the loss is the sum of, if it is one."""
+        return [*dict.fromkeys(key for line in self.metrics for key in line if key[:5] == "loss/")]
+
     def last(self, name: str) -> float | None:
         """Return the value of a curve at its end, None if it was never logged."""
         values = self.curve(name)[1]
@@ -113,6 +118,7 @@ def training(run: Run) -> Markup:
         text += "; where the loss on held-out episodes rises again, the model overfits"
     log = is_wide(np.concatenate([losses, validation]))
     scale = " The axis is logarithmic." if log else ""
+    parts = [Line(*run.curve(name), f"run-{i}", name) for i, name in enumerate(run.losses)]
     rate = Line(*run.curve("learning_rate"), "quiet", "learning rate")
     norm = Line(*run.curve("gradient_norm"), "quiet", "gradient norm")
     clip = run.config.optimizer.clip_gradient_norm
@@ -124,6 +130,7 @@ def training(run: Run) -> Markup:
                 f"{text}.{scale}",
                 wide_plot(lines, 300, "loss (log)" if log else "loss", log=log),
             ),
+            _parts(parts) if parts else None,
             figure(
                 "The learning rate over the steps: a warm-up to its peak, then a decay.",
                 wide_plot([rate], 140, rate.name),
@@ -137,6 +144,16 @@ def training(run: Run) -> Markup:
             _first_batch(run.folder / FIRST_BATCH),
         ]
     )
+
+
+def _parts(lines: list[Line]) -> Markup:
+    log = is_wide(np.concatenate([line.y for line in lines]))
+    text = (
+        "The losses whose sum is the loss: velocity is that of the denoised actions, tokens that "
+        "of the text and the action tokens that the model writes, with its weight. Each of them "
+        "should fall." + " The axis is logarithmic." * log
+    )
+    return figure(text, wide_plot(lines, 200, "loss (log)" if log else "loss", log=log))
 
 
 def wide_plot(lines: list[Line], height: float, y_label: str, **axis: bool) -> Markup:

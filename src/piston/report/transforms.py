@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from piston.config import DataConfig
-from piston.data.dataset import LeRobotDataset
-from piston.data.pipeline import PromptFromItem
+from piston.data.pipeline import Source
+from piston.data.samples import PromptFromItem
 from piston.inspection.frames import Frame, Frames
 from piston.progress import shortened
-from piston.report.dataset import data_may_be_missing, held_out_episodes
+from piston.report.dataset import RobotSet, data_may_be_missing, robot_sets
 from piston.report.markup import Markup, Missing, join, note, picture, table, tag
 from piston.report.training import Run
 from piston.transforms import Data, Transform, flatten_dict, name_of
@@ -54,26 +54,30 @@ class Sample:
         return self.trace[-1].data
 
     def __str__(self) -> str:
-        return f"Episode {self.at.episode}, frame {self.at.frame} of {self.pipeline.repo_id}"
+        robot = f" (robot {self.pipeline.entry})" if self.pipeline.entry else ""
+        place = f"Episode {self.at.episode}, frame {self.at.frame}"
+        return f"{place} of {self.pipeline.repo_id}{robot}"
 
 
-def choose_sample(run: Run, sets: Sequence[LeRobotDataset]) -> Sample:
-    """Return a frame of the first held-out episode; without any, of the one in the middle."""
-    pipeline = run.config.data_config()
+def choose_sample(run: Run, sets: Sequence[Source]) -> Sample:
+    """Return a frame of the first robot, of its first held-out episode or of the middle one."""
     if run.checkpoint is None:
         raise Missing(
             "the run has no whole checkpoint yet. Train on, with --resume; the last step is saved."
         )
     with data_may_be_missing():
+        first = robot_sets(run, sets)[0]
+        pipeline = first.pipeline
         saved = run.checkpoint / "assets" / (pipeline.asset_id or "")
         if pipeline.asset_id is not None and saved.is_dir():
             pipeline = dataclasses.replace(pipeline, norm_stats=read_norm_stats(saved))
         else:
             pipeline = pipeline.with_norm_stats(run.config.name)
-        return _read_sample(sets[0], pipeline, held_out_episodes(run, sets)[0])
+        return _read_sample(first._replace(pipeline=pipeline))
 
 
-def _read_sample(dataset: LeRobotDataset, pipeline: DataConfig, held_out: Sequence[int]) -> Sample:
+def _read_sample(chosen: RobotSet) -> Sample:
+    pipeline, dataset, held_out = chosen
     frames = Frames(dataset, pipeline)
     episode = held_out[0] if held_out else list(frames.episodes)[len(frames.episodes) // 2]
     item = frames.item(episode, int(_SHARE_OF_EPISODE * frames.episodes[episode]))

@@ -19,6 +19,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import itertools
 import logging
 import math
 import time
@@ -51,7 +52,9 @@ class Policy(Protocol):
 class PreparingPolicy(Policy, Protocol):
     """A policy that checks each observation before the batch: a bad one then costs no inference.
 
-    `infer_batch` receives what `prepare` returned in place of the observations.
+    `infer_batch` receives what `prepare` returned in place of the observations. A policy with an
+    attribute `has_sessions` that is True gets the key `session`, which is the same for requests of
+    one connection, and of one episode if the client says when it begins.
     """
 
     def prepare(self, observation: Observation, /) -> Any: ...
@@ -99,6 +102,8 @@ class _Request:
 class _Rhythm:
     """How soon a source asks again after a reply, in seconds."""
 
+    # Of the source, never used for another one.
+    number: int = 0
     asked: float = -math.inf
     replied: float = -math.inf
     pause: float = math.inf
@@ -125,6 +130,7 @@ class Batcher:
         self._max_batch, self._max_wait, self._max_queue = max_batch, max_wait, max_queue
         self._queue: collections.deque[_Request] = collections.deque()
         self._rhythms: dict[Hashable, _Rhythm] = {}
+        self._source_numbers = itertools.count()
         self._worker = Worker("piston-inference")
         # The requests that the policy works on.
         self._batch: list[_Request] = []
@@ -146,7 +152,11 @@ class Batcher:
     def submit(self, observation: Observation, source: Hashable) -> asyncio.Future[Outcome]:
         """Add a request to the queue, or raise Busy if the queue or the source's share is full."""
         request = _Request(observation, source, time.perf_counter(), self._loop.create_future())
-        rhythm = self._rhythms.setdefault(source, _Rhythm())
+        if source not in self._rhythms:
+            self._rhythms[source] = _Rhythm(next(self._source_numbers))
+        rhythm = self._rhythms[source]
+        if getattr(self._policy, "has_sessions", False):
+            observation["session"] = (rhythm.number, observation.get("session"))
         rhythm.asked = request.arrived
         if self.failure is not None:
             raise Busy("The inference thread has ended, and the server stops.")
