@@ -1,12 +1,15 @@
 """Every benchmark runs at a small size. What it measures is not looked at."""
 
 import importlib
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from piston.cli import main
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 STRESS = Path(__file__).parents[1] / "stress"
@@ -48,6 +51,25 @@ def test_data_benchmark_runs(tmp_path, monkeypatch):
     shown = run(["data.py", str(tmp_path / "set"), "--seconds", "0.2", "--num-workers", "1"])
     for row in ("naive", "cold", "warm", "cached, 1 workers", "The cache was built"):
         assert row in shown
+
+
+def test_what_a_policy_writes_is_measured(tmp_path):
+    """From a recording with labels to a policy that has hardly learned to write."""
+    data, base = str(tmp_path / "set"), str(tmp_path / "runs")
+    shared = ["tiny_aloha_subtasks", "--data.repo-id", data, "--assets-base-dir", str(tmp_path)]
+    small = ["--num-train-steps", "1", "--batch-size", "2", "--noise-draws", "1"]
+    train = ["train", *shared, "--exp-name", "x", "--checkpoint-base-dir", base, *small]
+    record = ["record", "aloha_transfer_cube", "--episodes", "1", "--workers", "1", "--out", data]
+    for words in (record, ["stats", *shared], train):
+        assert main(words) == 0
+    checkpoint = f"{base}/tiny_aloha_subtasks/x/0"
+    options = ["--starts", "1", "--stride", "60", "--json", str(tmp_path / "all")]
+    shown = run(["language.py", checkpoint, *options])
+    assert "reach for the cube" in shown
+    found = json.loads((tmp_path / "all").read_text())
+    right = found["subtasks that are right"]
+    assert right["all frames"].startswith("0/4")
+    assert float(found["milliseconds per chunk"]["text is written"]) > 0
 
 
 def test_errors_are_one_message():

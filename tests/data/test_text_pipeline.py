@@ -72,7 +72,8 @@ def test_labels_reach_the_frames_that_they_are_of(root):
     data = open_training_data(config, TEXT_MODEL)
     assert len(data) == len(LABELS)
     for index, label in enumerate(LABELS):
-        assert read(data[index]) == ("tidy up\nSubtask: ", label, len(label) + bool(label))
+        prompt = "tidy up\nSubtask: " if label else "tidy up\n"
+        assert read(data[index]) == (prompt, label, len(label) + bool(label))
         assert data[index]["action_dims"] == 2
     # Also in another choice of episodes, and in another process.
     later = pickle.loads(pickle.dumps(open_training_data(config, TEXT_MODEL, episodes=[2, 1])))

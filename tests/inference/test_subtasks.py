@@ -274,8 +274,13 @@ def test_questions_and_actions_in_one_batch(arm):
 
 
 def test_a_model_without_text_answers_no_questions():
-    with pytest.raises(ValueError, match="model answers no questions: it learned no text"):
+    with pytest.raises(ValueError, match="answers no questions: it was not trained"):
         random_policy("pi0_libero").infer({"question": "what is it?"})
+
+
+def test_a_question_is_about_the_camera_that_showed_pictures_in_training(arm):
+    seen = arm.prepare(observation("arm", question="what is it?")).inputs["image_mask"]
+    assert [slot for slot, shown in seen.items() if shown] == [arm.data.question_slot]
 
 
 def test_a_session_is_a_number_or_a_text(patient):

@@ -17,7 +17,7 @@ from piston.cli import main
 from piston.cli.train import parse
 from piston.config import AssetsConfig, MixtureDataConfig
 from piston.data.mixture import mixed
-from piston.data.pipeline import open_training_data
+from piston.data.pipeline import open_sources, open_training_data
 from piston.data.problems import leave_out, leave_out_any
 from piston.inference import load_policies
 from piston.models.configs import LoRA
@@ -126,10 +126,11 @@ def test_what_a_sample_of_each_entry_holds(trained):
                 assert (said, hidden[-1:]) == ("", "|")
             elif number == 1:
                 assert prompt.startswith("Task: open the drawer, State: ")
-                assert prompt.endswith(";\nSubtask: ")
                 step, labelled = int(one["frame_index"][row]), int(one["episode_index"][row]) < 2
-                assert said == (SUBTASKS[step] if labelled else "")
-                assert hidden.startswith("Action: ")
+                label = SUBTASKS[step] if labelled else ""
+                assert prompt.endswith(";\nSubtask: " if label else ";\nAction: ")
+                assert said == label
+                assert hidden.startswith("Action: ") == bool(label)
             else:
                 question, answer = QUESTIONS[int(one["index"][row])]
                 assert (prompt, said) == (f"Question: {question}\nAnswer: ", answer)
@@ -405,10 +406,17 @@ class TestErrorsNameTheEntry:
         config = mixture(data, tmp_path, f"--data.pictures.repo-id={tmp_path / 'long'}")
         _fails(config, "The answer 'bbbbbbbbbbbbbbbb' has 16", f"in {tmp_path / 'long'} (pictures)")
 
+    def test_a_further_set_may_have_no_labels(self, data, tmp_path, caplog):
+        """The third episode of the drawers has none."""
+        config = mixture(data, tmp_path, f"--data.drawers.extra-datasets={data / 'drawers'}#2")
+        opened = open_sources(config.pipelines(), config.model)
+        assert [bool(one.subtasks) for one in opened[1:3]] == [True, False]
+        assert f"{data / 'drawers'} (drawers): no labels of subtasks" in caplog.text
+
     def test_there_are_no_labels(self, data, tmp_path):
         _fails(
             mixture(data, tmp_path, "--data.cups.subtasks"),
-            f"{data / 'cups'} has no labels of subtasks",
+            f"{data / 'cups'} (cups): there are no labels of subtasks",
             "set --data.cups.no-subtasks",
         )
         no_questions = f"--data.pictures.repo-id={data / 'cups'}"

@@ -213,10 +213,10 @@ def test_each_loss_is_the_mean_over_what_has_it(parts):
 def test_a_batch_without_actions_or_tokens_moves_nothing_by_that_loss():
     batch = make_batch(KI)
     batch["action_dims"][:] = 0
-    assert train(make_trainer(model=KI), batch, 0).losses["velocity"] == 0
+    assert list(train(make_trainer(model=KI), batch, 0).losses) == ["tokens"]
     batch = make_batch(KI)
     batch["token_loss_mask"][:] = False
-    assert train(make_trainer(model=KI), batch, 0).losses["tokens"] == 0
+    assert list(train(make_trainer(model=KI), batch, 0).losses) == ["velocity"]
 
 
 def test_a_loss_that_is_not_finite_moves_nothing():

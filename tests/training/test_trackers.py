@@ -246,8 +246,9 @@ def test_a_narrow_terminal_shows_all_numbers(terminals, columns):
 def test_sums_of_a_checkpoint_are_continued(tmp_path):
     meter = Meter(tiny(tmp_path), make_trainer())
     sums = {"skipped": 2, "skipped_in_a_row": 1, "count": 3, "gradient_norm": 1.5}
-    meter.restore({**sums, "losses": {"velocity": 6.0}})
-    assert meter.metrics()["loss"] == 2.0
+    meter.restore({**sums, "losses": {"velocity": [6.0, 3], "tokens": [1.0, 2]}})
+    assert meter.metrics()["loss"] == 2.5
+    assert meter.metrics()["loss/tokens"] == 0.5  # one of the three steps had no text
     # Version 0.1.0 had one sum without a name: the mean covers what follows.
     meter.restore({**sums, "loss": 9.0})
     found = meter.metrics()

@@ -28,12 +28,26 @@ _SHOWN_QUESTIONS = 5
 _COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
 
 
-def _check(path: Annotated[str, tyro.conf.Positional, named("DATASET")]) -> int:
+def _check(path: Annotated[str, tyro.conf.Positional, named("DATASET|PRESET")]) -> int:
     """Read a whole data set; show what is wrong with it and what follows from that.
 
     Args:
-        path: A folder (LeRobot's, or pictures with questions), owner/name on the hub, or hf://…
+        path: A folder (LeRobot's, or pictures with questions), owner/name on the hub, or hf://…; or
+            a preset: all of its data sets.
     """
+    from piston import presets
+
+    if Path(path).exists() or path not in presets.names():
+        return _check_set(path)
+    codes = []
+    for name in dict.fromkeys(one.repo_id for one in presets.get(path).pipelines()):
+        if name is None:
+            raise ValueError(f"The preset {path} names no data set: give the folder itself.")
+        codes.append(_check_set(name))
+    return max(codes)
+
+
+def _check_set(path: str) -> int:
     from piston.data.check import check_dataset, usable
     from piston.data.problems import grouped
 

@@ -99,7 +99,7 @@ def _chain(data: DataConfig) -> Tree:
         },
         "from the model to the robot": {
             "model transforms": model.outputs,
-            "Unnormalize": None,
+            **({"Unnormalize": None} if data.has_actions else {}),
             "data transforms": robot.outputs,
         },
     }

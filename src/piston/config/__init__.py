@@ -313,7 +313,8 @@ class TrainConfig:
     def data_config(self) -> DataConfig:
         """Return the pipeline of the only robot. Raise ValueError if there are several."""
         if "" not in self.data.entries:
-            raise ValueError(f"{self.name} is for several robots: name one of {self.data.robot}.")
+            known = ", ".join(self.robots)
+            raise UnknownRobot(f"{self.name} is for several robots: name one of {known}.")
         return self.data.entries[""].create(self.assets_dirs, self.model)
 
     def pipelines(self) -> tuple[DataConfig, ...]:
@@ -338,13 +339,18 @@ class TrainConfig:
             sets += pipeline.each_set()
         return tuple(sets)
 
+    @property
+    def robots(self) -> list[str]:
+        """The names of the robots of a mixture, without pictures with questions."""
+        return [name for name, one in self.data.entries.items() if one.has_actions]
+
     def for_robot(self, name: str) -> TrainConfig:
         """Return the configuration of one robot of a mixture, as if it were the only one."""
         factories = self.data.entries
         if "" in factories:
             raise UnknownRobot(f"{self.name} is of one robot, {self.data.robot}: name none.")
-        if name not in factories:
-            raise UnknownRobot.named(name, factories)
+        if name not in self.robots:
+            raise UnknownRobot.named(name, self.robots)
         metadata = dict(self.policy_metadata or {})
         metadata |= metadata.pop(ROBOTS, {}).get(name, {})
         data = dataclasses.replace(factories[name], share=None)

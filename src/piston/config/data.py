@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import tyro
 
@@ -92,6 +92,8 @@ class DataConfig(_DataOptions):
     is_extra: bool = False
     # Whether there are states and actions; otherwise only pictures with questions and answers.
     has_actions: bool = True
+    # The camera slot that shows the picture of a question; None: the policy answers none.
+    question_slot: str | None = None
     assets_dir: str | None = None
     asset_id: str | None = None
     norm_stats: Mapping[str, NormStats] | None = None
@@ -248,6 +250,9 @@ class DataConfigFactory(_DataOptions, DataSource):
 
     # The data set: a folder, or owner/name on the hub.
     repo_id: str = tyro.MISSING
+    # Whether it is a robot; otherwise it has only pictures with questions and answers.
+    has_actions: ClassVar[bool] = True
+
     # Where its statistics are.
     assets: AssetsConfig = AssetsConfig()
     # The prompt of a sample that brings none.
@@ -293,11 +298,13 @@ class MixtureDataConfig(DataSource):
     robots: Annotated[Mapping[str, DataConfigFactory], tyro.conf.arg(name="")]
 
     def __post_init__(self) -> None:
-        if not self.robots:
-            raise ValueError("A mixture needs at least one robot.")
+        if not any(one.has_actions for one in self.robots.values()):
+            raise ValueError(
+                "A mixture needs at least one robot: pictures with questions train no actions."
+            )
         shares = {name: one.share for name, one in self.robots.items()}
         for name, share in shares.items():
-            if not re.fullmatch(r"[a-z][\w-]*", name):
+            if not re.fullmatch(r"[a-z][a-z0-9_-]*", name):
                 raise ValueError(
                     f"{name!r} cannot be the name of a robot in a mixture: expected small letters, "
                     "digits, _ and -, and a letter first."

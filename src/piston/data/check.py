@@ -29,10 +29,7 @@ from piston.progress import Progress, no_progress
 
 BLACK = 20  # the brightest gray value of a frame that shows nothing (video black is 16)
 STOPS = "training stops there; leave out the episode (--data.episodes '!N') or write it again"
-LABEL_STOPS = (
-    "training with subtasks stops there; leave out the episode (--data.episodes '!N') or correct "
-    "the label"
-)
+LABEL_STOPS = "training with {} stops there; leave out the episode or correct the label"
 _ROWS_AT_ONCE = 64  # pictures of a table
 TIME_TOLERANCE_S = 1e-3  # recorded times are informative only: frames are found by number
 
@@ -169,8 +166,9 @@ def _label_problems(findings: Findings, episodes: Iterable[Episode]) -> Iterator
     """Report what is wrong with subtasks and questions."""
     for episode in episodes:
         labels = (findings.labels or {})[episode.index]
-        for what in labels.wrong:
-            yield episode_problem(episode.index, what, None, LABEL_STOPS, "error")
+        for kind, wrong in labels.wrong.items():
+            for what in wrong:  # no error: other training does not read labels
+                yield episode_problem(episode.index, what, None, LABEL_STOPS.format(kind))
         if labels.differs:
             what = f"{PERSISTENT} is not the same in all its frames"
             yield episode_problem(episode.index, what, None, "that of the first frame is used")

@@ -31,7 +31,7 @@ from jaxtyping import Int64, UInt8
 from piston.data.columns import ImageRows, join_columns
 from piston.data.findings import Findings, inspect_files, left_out
 from piston.data.format import Episode, locate
-from piston.data.language import Labels, Question, join_labels
+from piston.data.language import Kind, Labels, Question, join_labels
 from piston.data.metadata import Metadata
 from piston.data.mixture import EpisodeChoice, choose_episodes
 from piston.data.problems import EpisodeError, grouped, unknown_key
@@ -49,17 +49,17 @@ def open_dataset(
     sequences: Sequences | None = None,
     episodes: EpisodeChoice = None,
     cameras: Iterable[str] | None = None,
-    language: bool = False,
+    language: bool | Kind = False,
 ) -> LeRobotDataset:
     """Open a folder, `owner/name` on the hub, or a data set whose metadata has been read.
 
     All rows and the headers of the videos are read; frames are read when they are asked for.
     `cameras=None` means all that have files, `()` none. With `language`, the labels of subtasks and
-    questions are read; EpisodeError if one of them is wrong.
+    questions are read; EpisodeError if one of them is wrong, or one of the kind that it names.
     """
     metadata = source if isinstance(source, Metadata) else Metadata.read(locate(source))
     chosen = choose_episodes(metadata.episodes, episodes)
-    findings = inspect_files(metadata, chosen, cameras, language=language)
+    findings = inspect_files(metadata, chosen, cameras, language=bool(language))
     broken = left_out(findings.problems, findings.cameras)
     problems = [broken[episode.index] for episode in chosen if episode.index in broken]
     _require_cameras(findings, cameras)
@@ -80,7 +80,12 @@ def open_dataset(
             f"{problems[0].what}. Run: piston data check {metadata.root}"
         )
     kept = [episode for episode in chosen if episode.index not in broken]
-    return LeRobotDataset(findings, kept, _offsets(sequences or {}, metadata.fps))
+    labels = None
+    if findings.labels is not None:
+        both: tuple[Kind, ...] = ("subtasks", "questions")
+        used = both if isinstance(language, bool) else (language,)
+        labels = join_labels(metadata, kept, findings.labels, used)
+    return LeRobotDataset(findings, kept, _offsets(sequences or {}, metadata.fps), labels)
 
 
 def _require_cameras(findings: Findings, cameras: Iterable[str] | None) -> None:
@@ -99,11 +104,13 @@ class LeRobotDataset(Sequence[dict[str, Any]]):
     """`dataset[i]` counts the frames of `dataset.episodes`. Made by `open_dataset`."""
 
     def __init__(
-        self, findings: Findings, episodes: Sequence[Episode], offsets: Mapping[str, np.ndarray]
+        self,
+        findings: Findings,
+        episodes: Sequence[Episode],
+        offsets: Mapping[str, np.ndarray],
+        labels: Labels | None = None,
     ) -> None:
-        self.metadata, self.cameras = findings.metadata, findings.cameras
-        found = findings.labels
-        self._labels = None if found is None else join_labels(self.metadata, episodes, found)
+        self.metadata, self.cameras, self._labels = findings.metadata, findings.cameras, labels
         self._columns = join_columns(self.metadata, episodes, findings.data)
         self._set_episodes(episodes)
         # Where an episode begins in the columns, and in its data file.

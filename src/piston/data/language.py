@@ -18,12 +18,13 @@ from __future__ import annotations
 import bisect
 import collections
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import numpy as np
 import pyarrow as pa
@@ -38,6 +39,7 @@ from piston.data.problems import EpisodeError
 from piston.suggestions import did_you_mean
 
 Cell = list[dict[str, Any]]  # the rows of labels in one frame
+Kind = Literal["subtasks", "questions"]
 
 SUBTASK, QUESTION = "subtask", "vqa"
 STYLES = {
@@ -68,7 +70,9 @@ class EpisodeLabels:
 
     subtasks: list[tuple[int, str]] = dataclasses.field(default_factory=list)  # from which frame
     questions: list[tuple[int, Question]] = dataclasses.field(default_factory=list)
-    wrong: list[str] = dataclasses.field(default_factory=list)
+    wrong: dict[Kind, list[str]] = dataclasses.field(
+        default_factory=lambda: {"subtasks": [], "questions": []}
+    )
     differs: bool = False  # language_persistent is not the same in all frames
     unknown_styles: set[str] = dataclasses.field(default_factory=set)
 
@@ -87,16 +91,19 @@ class Labels:
 
 
 def join_labels(
-    metadata: Metadata, episodes: Sequence[Episode], labels: Mapping[int, EpisodeLabels]
+    metadata: Metadata,
+    episodes: Sequence[Episode],
+    labels: Mapping[int, EpisodeLabels],
+    used: Sequence[Kind],
 ) -> Labels:
-    """Make one column of the subtasks. Raise EpisodeError if a label is wrong."""
+    """Make one column of the subtasks. Raise EpisodeError if a label of a kind used is wrong."""
     texts: dict[str, int] = {}
     numbers, start = np.full(sum(episode.length for episode in episodes), -1, np.int32), 0
     for episode in episodes:
         found = labels[episode.index]
-        if found.wrong:
+        for what in itertools.chain(*(found.wrong[kind] for kind in used)):
             raise EpisodeError(
-                f"{metadata.root}, episode {episode.index}: {found.wrong[0]}. Correct the label, "
+                f"{metadata.root}, episode {episode.index}: {what}. Correct the label, "
                 "leave out the episode, or read the set without labels. List all problems: piston "
                 f"data check {metadata.root}",
                 episode.index,
@@ -137,6 +144,7 @@ def _read_file(
     places = [(data.first_rows[episode.index], episode) for episode in episodes]
     places.sort(key=lambda place: place[0])
     first: Any = None  # the cell of an episode's first frame
+    key = PERSISTENT
     try:
         with pq.ParquetFile(metadata.root / path, page_checksum_verification=True) as file:
             for key in (key for key in LANGUAGE if key in data.names[path]):
@@ -154,7 +162,8 @@ def _read_file(
                     found.differs |= not cells.equals(first.take(pa.repeat(0, len(cells))))
     except (pa.ArrowException, OSError, ValueError) as error:
         for episode in episodes:
-            labels[episode.index].wrong.append(f"{path}: {str(error).splitlines()[0]}")
+            kind: Kind = "questions" if key == EVENTS else "subtasks"
+            labels[episode.index].wrong[kind].append(f"{path}: {str(error).splitlines()[0]}")
 
 
 def _rows(cell: pa.Scalar) -> Cell:
@@ -204,11 +213,17 @@ def _take_subtasks(found: EpisodeLabels, rows: Cell, episode: Episode, fps: floa
         if not _is_used(found, PERSISTENT, row["style"]):
             continue
         if not isinstance(time, int | float) or isinstance(time, bool):
-            found.wrong.append(f"the subtask {text!r} has the timestamp {time!r}, not a number")
+            found.wrong["subtasks"].append(
+                f"the subtask {text!r} has the timestamp {time!r}, not a number"
+            )
         elif not is_text(text):
-            found.wrong.append(f"the text of the subtask at {time:g} s is {text!r}, not a sentence")
+            found.wrong["subtasks"].append(
+                f"the text of the subtask at {time:g} s is {text!r}, not a sentence"
+            )
         elif texts.setdefault(time, text) != text:
-            found.wrong.append(f"there are two subtasks at {time:g} s: {texts[time]!r}, {text!r}")
+            found.wrong["subtasks"].append(
+                f"there are two subtasks at {time:g} s: {texts[time]!r}, {text!r}"
+            )
     for time, text in sorted(texts.items()):
         # Frames are found by number; times are rounded to float32 and may lie between two frames.
         frame = math.floor(time * fps + 0.5) if math.isfinite(time) else -1
@@ -216,7 +231,7 @@ def _take_subtasks(found: EpisodeLabels, rows: Cell, episode: Episode, fps: floa
             found.subtasks.append((frame, text))
         else:
             end = f"the episode lasts from 0 to {episode.length / fps:g} s"
-            found.wrong.append(f"the subtask {text!r} begins at {time:g} s, but {end}")
+            found.wrong["subtasks"].append(f"the subtask {text!r} begins at {time:g} s, but {end}")
 
 
 def _take_questions(found: EpisodeLabels, rows: Cell, frame: int, metadata: Metadata) -> None:
@@ -241,17 +256,17 @@ def _take_questions(found: EpisodeLabels, rows: Cell, frame: int, metadata: Meta
         else:
             texts.setdefault(camera, {one: [] for one in _ROLES})[role].append(text)
             continue
-        found.wrong.append(f"frame {frame}: {what}")
+        found.wrong["questions"].append(f"frame {frame}: {what}")
         return  # without this row, another one may seem to lack its partner
     for camera, by_role in texts.items():
         questions, answers = by_role.values()
         found.questions += ((frame, Question(camera, *pair)) for pair in zip(questions, answers))
         if len(questions) > len(answers):
             what = f"the question {questions[-1]!r} about {camera} has no answer"
-            found.wrong.append(f"frame {frame}: {what}")
+            found.wrong["questions"].append(f"frame {frame}: {what}")
         elif len(answers) > len(questions):
             what = f"the answer {answers[-1]!r} about {camera} has no question"
-            found.wrong.append(f"frame {frame}: {what}")
+            found.wrong["questions"].append(f"frame {frame}: {what}")
 
 
 def _is_used(found: EpisodeLabels, key: str, style: Any) -> bool:
@@ -276,15 +291,17 @@ def _take_numbered(metadata: Metadata, data: DataRows, labels: Mapping[int, Epis
         why = str(error)
     for index, found in labels.items():
         column = data.rows[index].get(SUBTASK_INDEX)
-        if found.subtasks or found.wrong or (column is None and why is None):
+        if found.subtasks or found.wrong["subtasks"] or (column is None and why is None):
             continue
         if why is not None or column is None:
-            found.wrong.append(f"{SUBTASK_INDEX} cannot be used: {why}")
+            found.wrong["subtasks"].append(f"{SUBTASK_INDEX} cannot be used: {why}")
             continue
         numbers = column.reshape(-1)
         if numbers.dtype.kind not in "iu" or len(numbers) != len(column):
             what = f"{numbers.dtype}{list(column.shape[1:])}"
-            found.wrong.append(f"{SUBTASK_INDEX} is {what}, expected an integer in every frame")
+            found.wrong["subtasks"].append(
+                f"{SUBTASK_INDEX} is {what}, expected an integer in every frame"
+            )
             continue
         for frame in np.flatnonzero(np.diff(numbers, prepend=numbers[0] - 1)).tolist():
             number = int(numbers[frame])
@@ -294,7 +311,7 @@ def _take_numbered(metadata: Metadata, data: DataRows, labels: Mapping[int, Epis
                 found.subtasks.append((frame, text))
             else:
                 what = f"is not in {SUBTASKS}" if number not in texts else f"has the text {text!r}"
-                found.wrong.append(f"frame {frame}: {SUBTASK_INDEX} {number} {what}")
+                found.wrong["subtasks"].append(f"frame {frame}: {SUBTASK_INDEX} {number} {what}")
 
 
 def read_subtasks(root: Path) -> dict[int, Any]:

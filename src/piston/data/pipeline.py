@@ -90,7 +90,26 @@ def open_sources(pipelines: Sequence[DataConfig], model: ModelConfig) -> list[So
                 "Data sets that are used together need the same features and control rate; convert "
                 f"the one that differs, or remove it from {one.flag('extra-datasets')}."
             )
+    _require_subtasks(pipelines, sources)
     return sources
+
+
+def _require_subtasks(pipelines: Sequence[DataConfig], sources: Sequence[Source]) -> None:
+    """Raise ValueError if no set of a robot with subtasks has labels; warn of single ones."""
+    labelled: dict[str, list[tuple[DataConfig, bool]]] = {}
+    for one, source in zip(pipelines, sources):
+        if one.subtasks and isinstance(source, LeRobotDataset):
+            labelled.setdefault(one.entry, []).append((one, bool(source.subtasks)))
+    for sets in labelled.values():
+        first, without = sets[0][0], [one.title for one, has_labels in sets if not has_labels]
+        if len(without) == len(sets):
+            raise ValueError(
+                f"{', '.join(without)}: there are no labels of subtasks (neither "
+                f"language_persistent nor subtask_index), but {first.flag('subtasks')} is set. "
+                f"Label them, or set {first.flag('no-subtasks')}."
+            )
+        if without:
+            logger.warning("%s: no labels of subtasks; trained without text", ", ".join(without))
 
 
 def _differences(first: Metadata, other: Metadata, used: Iterable[str] | None) -> list[str]:
@@ -186,14 +205,8 @@ def open_source(config: DataConfig, model: ModelConfig) -> LeRobotDataset:
             sequences=dict.fromkeys(config.action_sequence_keys, steps),
             episodes=config.episodes,
             cameras=used and [key for key in used if key in features and features[key].is_camera],
-            language=config.subtasks,
+            language="subtasks" if config.subtasks else False,
         )
-        if config.subtasks and not dataset.subtasks:
-            raise ValueError(
-                f"{metadata.root} has no labels of subtasks (neither language_persistent nor "
-                f"subtask_index), but {config.flag('subtasks')} is set. Label it, or set "
-                f"{config.flag('no-subtasks')}."
-            )
     # What is declared may have no data.
     _require_keys(config, metadata, dataset.keys, known=(*dataset.cameras, *dataset.keys))
     return dataset
@@ -216,7 +229,7 @@ def open_questions(config: DataConfig) -> Source:
                     f"{config.flag('episodes')} is set, but {root} is a table without episodes."
                 )
             return ImageTextSet(root)
-        dataset = open_dataset(root, episodes=config.episodes, language=True)
+        dataset = open_dataset(root, episodes=config.episodes, language="questions")
         if not dataset.questions:
             raise ValueError(
                 f"{root} has no questions: expected rows of style vqa in language_events."

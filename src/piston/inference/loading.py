@@ -27,6 +27,7 @@ from piston.models.lora import merge_adapters
 from piston.models.precision import Linear
 from piston.robots import RobotInputs
 from piston.robots.description import DescribedRobotDataConfig, with_robot
+from piston.robots.image_text import ImageTextDataConfig
 from piston.transforms.normalize import read_norm_stats
 
 PolicyDtype = Literal["float32", "bfloat16", "int8"]
@@ -85,9 +86,14 @@ def load_policies(
         for name, config in each.items():
             model_config = dataclasses.replace(config.model, dtype=computed)
             each[name] = dataclasses.replace(config, model=model_config)
+    # The slot in which all robots of a mixture show the picture of a question.
+    entries = _find_config(folder, preset).data.entries.values()
+    slot = next((one.slot for one in entries if isinstance(one, ImageTextDataConfig)), None)
     pipelines = {
         name: dataclasses.replace(
-            _with_statistics(config.data_config(), folder, config.name), entry=name
+            _with_statistics(config.data_config(), folder, config.name),
+            entry=name,
+            question_slot=slot,
         )
         for name, config in each.items()
     }
@@ -116,16 +122,11 @@ def _robot_configs(
     if preset is not None:
         config = _with_own_metadata(config, folder)
     if "" in config.data.entries:
-        if isinstance(robot, str) and robot != config.data.robot:
+        if isinstance(robot, str) and robot.lower() != config.data.robot.lower():
             raise UnknownRobot(f"{folder} is of {config.data.robot}, not of {robot!r}.")
         return {"": _with_prompt(config, default_prompt)}
-    each = {name: config.for_robot(name) for name in config.data.entries}
-    robots = {name: one for name, one in each.items() if one.data_config().has_actions}
-    if isinstance(robot, str):
-        if robot not in robots:
-            raise UnknownRobot.named(robot, robots)
-        robots = {robot: robots[robot]}
-    return {name: _with_prompt(one, default_prompt) for name, one in robots.items()}
+    names = [robot] if isinstance(robot, str) else config.robots
+    return {name: _with_prompt(config.for_robot(name), default_prompt) for name in names}
 
 
 def random_policy(
@@ -142,7 +143,8 @@ def random_policy(
     elif robot is not None:
         config = with_robot(config, robot)
     elif "" not in config.data.entries:
-        raise UnknownRobot(f"{config.name} is of several robots: name one of {config.data.robot}.")
+        known = ", ".join(config.robots)
+        raise UnknownRobot(f"{config.name} is of several robots: name one of {known}.")
     config = _with_prompt(config, default_prompt)
     small: dict[str, Any] = {"vision": VISION["dummy"], "vlm": GEMMA["dummy"], "vocab_size": 4_096}
     if hasattr(config.model, "action_expert"):

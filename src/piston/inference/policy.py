@@ -70,7 +70,7 @@ class Policy:
         num_steps: int = 10,
         seed: int | None = None,
         rtc_jacobian: Jacobian = "full",
-        subtask_interval: str = "1",
+        subtask_interval: str | int = "1",
     ) -> None:
         if not isinstance(num_steps, int) or num_steps < 1:
             raise ValueError(f"num_steps must be a whole number of at least 1, is {num_steps!r}.")
@@ -90,7 +90,7 @@ class Policy:
         self.robot = data.entry or about.get("robot")
         about |= {"subtasks": True} if data.subtasks else {}
         self.metadata = {**about, **(metadata or {})}
-        self._subtasks = SubtaskMemory(SubtaskInterval.parse(subtask_interval))
+        self._subtasks = SubtaskMemory(SubtaskInterval.parse(str(subtask_interval)))
         words = (one for one in data.model_transforms.inputs if isinstance(one, TokenizePrompt))
         self._words = next(words, None)
         self._to_model = compose(data.input_transforms(training=False))
@@ -148,7 +148,7 @@ class Policy:
 
     def _runs(self, prepared: PreparedObservation) -> Callable[..., list[dict[str, Any]]]:
         """Return the method that answers a request."""
-        if "question" in prepared:
+        if prepared.get("question") is not None:
             return self._answer
         return self._act_guided if "rtc" in prepared.inputs else self._act
 
@@ -183,13 +183,15 @@ class Policy:
         if np.ndim(data.get("state", ())) > 1:
             raise ValueError("An observation is of one robot; its state has a batch axis.")
         asking = observation.get("robot")
-        if asking is not None and asking != self.robot:
+        if asking is not None and str(asking).lower() != str(self.robot).lower():
             raise UnknownRobot(
                 f"The request is of robot {asking!r}; this policy drives {self.robot}."
             )
-        if "question" in data and (self._words is None or self._words.response is None):
-            family = self.model.config.family
-            raise ValueError(f"This {family} model answers no questions: it learned no text.")
+        is_question = data.get("question") is not None
+        if is_question and self.data.question_slot is None:
+            raise ValueError(
+                "This policy answers no questions: it was not trained on pictures with questions."
+            )
         given = self._given_subtask(observation)
         data = {key: value for key, value in data.items() if key != "subtask"}
         data |= {} if given is None else {"subtask": given}
@@ -202,12 +204,24 @@ class Policy:
             padding = np.repeat(previous[-1:], self._horizon - len(previous), axis=0)
             data["actions"] = np.concatenate([previous, padding])
         seen = self._to_model(data)
+        if is_question:
+            seen["image_mask"] = self._only_question_slot(seen["image_mask"])
         previous = seen.pop("actions", None)
         if rtc is not None:
             seen["rtc"] = {**rtc, "previous_chunk": previous}
         if self.model.config.denoises:
             seen["noise"] = self._noise(observation)
         return PreparedObservation(observation, seen, self, given)
+
+    def _only_question_slot(self, present: Mapping[str, Any]) -> dict[str, Any]:
+        """Return which cameras a question is about: the one that showed pictures in training."""
+        slot = self.data.question_slot or ""
+        if not present.get(slot):
+            raise ValueError(
+                f"A question is about the picture in the camera slot {slot!r}, which the "
+                "observation does not have. Send that camera."
+            )
+        return {name: np.bool_(name == slot) for name in present}
 
     def _given_subtask(self, observation: Mapping[str, Any]) -> Any:
         """Return the subtask of a request, or the one that its session goes on with, or None."""
@@ -219,7 +233,7 @@ class Policy:
                     "subtasks. Leave it out, or put it into the prompt."
                 )
             return given
-        if not self.data.subtasks or "question" in observation:
+        if not self.data.subtasks or observation.get("question") is not None:
             return None
         return self._subtasks.recall(_session(observation), str(observation.get("prompt")))
 

@@ -38,7 +38,8 @@ class RobotPolicies:
 
     def prepare(self, observation: Mapping[str, Any]) -> PreparedObservation:
         """Prepare an observation by the policy of its robot."""
-        return self._policy(observation.get("robot", self._default)).prepare(observation)
+        asking = observation.get("robot")
+        return self._policy(self._default if asking is None else asking).prepare(observation)
 
     def infer_batch(self, observations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Answer requests of any of the robots as one batch."""

@@ -142,8 +142,8 @@ PRESETS = (
         model=_ALOHA_TEXT,
         data=MixtureDataConfig(
             {
-                "aloha": dataclasses.replace(_CUBE, subtasks=True, share=3),
-                "metaworld": dataclasses.replace(_FIVE_SENTENCES, share=6),
+                "aloha": dataclasses.replace(_CUBE, subtasks=True, share=2),
+                "metaworld": dataclasses.replace(_FIVE_SENTENCES, share=7),
                 "questions": ImageTextDataConfig(repo_id=_CUBE.repo_id, share=1),
             }
         ),
@@ -151,8 +151,8 @@ PRESETS = (
         mask_padded_steps=True,
         batch_size=32,
         noise_draws=4,
-        num_train_steps=3_600,
-        lr_schedule=_schedule(3_600),
+        num_train_steps=3_800,
+        lr_schedule=_schedule(3_800),
     ),
     dataclasses.replace(
         _ALOHA_SIM,

@@ -44,6 +44,7 @@ class ImageTextDataConfig(DataConfigFactory):
     """
 
     robot = "pictures with questions"
+    has_actions = False
 
     # The camera slot that shows the picture.
     slot: str = "base_0_rgb"
@@ -70,5 +71,6 @@ class ImageTextDataConfig(DataConfigFactory):
         return dataclasses.replace(
             self.create_base_config(assets_dirs, model_config),
             has_actions=False,
+            question_slot=self.slot,
             data_transforms=Group([ShowPicture(self.slot, model_config.action_dim)]),
         )

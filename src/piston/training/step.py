@@ -42,12 +42,14 @@ class StepOutput(NamedTuple):
     gradient_norm: Float[Tensor, ""]
     has_finite_loss: Bool[Tensor, " b"]
     learning_rate: float
+    # The losses that no sample of any process has a part in.
+    without_samples: frozenset[str] = frozenset()
 
 
 class StepResult(NamedTuple):
     """What a step measured over all processes. A skipped step moved nothing."""
 
-    # By name; what is minimised is their sum.
+    # By name, of those that samples have a part in; what is minimised is their sum.
     losses: dict[str, float]
     gradient_norm: float
     learning_rate: float
@@ -120,7 +122,8 @@ class Trainer:
         if self.ema is not None:
             self.ema.update(norm.isfinite())
         means = {name: torch.stack(parts).sum() for name, parts in losses.items()}
-        return StepOutput(means, norm, torch.cat(finite), learning_rate)
+        empty = {name for name, one in named.items() if not totals[0 if one.ndim == 3 else 1]}
+        return StepOutput(means, norm, torch.cat(finite), learning_rate, frozenset(empty))
 
     def read(self, outputs: Sequence[StepOutput]) -> list[StepResult]:
         """Read what steps measured: one transfer from the device, one sum over processes."""
@@ -135,6 +138,9 @@ class Trainer:
         for output, norm, *each in zip(outputs, norms, *losses):
             bad = () if math.isfinite(norm) else (~output.has_finite_loss).nonzero()[:, 0].tolist()
             named = dict(zip(names, each, strict=True))
+            named = {
+                name: loss for name, loss in named.items() if name not in output.without_samples
+            }
             results.append(StepResult(named, norm, output.learning_rate, tuple(bad)))
         return results
 

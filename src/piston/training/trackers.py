@@ -247,10 +247,13 @@ class Meter:
             totals["skipped_in_a_row"] = 0
             totals["count"] += 1
             # A new dictionary: a checkpoint that is being written may hold the one of before.
-            before = totals["losses"]
-            totals["losses"] = {n: before.get(n, 0.0) + loss for n, loss in result.losses.items()}
+            losses = dict(totals["losses"])
+            for name, loss in result.losses.items():
+                total, count = losses.get(name, (0.0, 0))
+                losses[name] = [total + loss, count + 1]
+            totals["losses"] = losses
             totals["gradient_norm"] += result.gradient_norm
-            self._shown_loss = sum(totals["losses"].values()) / totals["count"]
+            self._shown_loss = sum(self._losses().values())
 
     def _report_skipped(
         self, step: int, result: StepResult, places: Sequence[Sequence[int]]
@@ -277,9 +280,13 @@ class Meter:
                 f"{config.lr_schedule.peak_lr / 2:g}, or try --resume --model.dtype float32."
             )
 
+    def _losses(self) -> dict[str, float]:
+        """Return the mean of each loss over the steps that it has a part in."""
+        return {name: total / count for name, (total, count) in self.totals["losses"].items()}
+
     def metrics(self) -> dict[str, Any]:
         count, elapsed = self.totals["count"], time.perf_counter() - self._started
-        losses = {name: total / count for name, total in self.totals["losses"].items() if count}
+        losses = self._losses()
         several = {f"loss/{name}": loss for name, loss in losses.items()} if len(losses) > 1 else {}
         return {
             "loss": sum(losses.values()) if losses else None,

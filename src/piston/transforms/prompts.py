@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -140,8 +141,8 @@ class TokenizePrompt:
     π0.5   (`discrete_state_input`) BOS, then the sentence and the state in one text.
 
     With `response` further tokens follow: the text of `subtask` or `answer`, and the actions. A
-    policy that writes subtasks reads "Subtask: " at the end of its prompt. The prompt of data with
-    a `question` is the question alone.
+    prompt before a subtask ends with "Subtask: ". The prompt of data with a `question` is the
+    question alone.
     """
 
     tokenizer: TextTokenizer
@@ -158,34 +159,48 @@ class TokenizePrompt:
         )
 
     def __call__(self, data: Data) -> Data:
-        name = type(self).__name__
-        if self.discrete_state_input and "question" not in data:
+        name, is_question = type(self).__name__, data.get("question") is not None
+        if self.discrete_state_input and not is_question:
             require(data, "state", name)
         batch = np.shape(data["state"])[:-1] if "state" in data else None
-        key = "question" if "question" in data else "prompt"
-        prompts = _texts(data, key, batch, name)
-        bins: Iterable[np.ndarray | None] = [None] * prompts.size
-        if self.discrete_state_input and key == "prompt":
-            bins = _merged(discretize_state(np.asarray(data["state"])), 1)
-        # A whole episode usually has one prompt.
-        encode = functools.cache(functools.partial(self._prompt, is_question=key == "question"))
-        rows = [
-            encode(prompt) if state is None else self._prompt(prompt, state)
-            for prompt, state in zip(prompts.flat, bins)
-        ]
-        tokens, mask = _pad(rows, self.max_len)
-        found = {"tokenized_prompt": tokens, "tokenized_prompt_mask": mask}
-        if self.response is not None:
-            kept = [row[: self.max_len] for row in rows]
-            found = self._with_response(data, kept, prompts.shape)
+        prompts = _texts(data, "question" if is_question else "prompt", batch, name)
+        bins: Sequence[np.ndarray | None] = [None] * prompts.size
+        if self.discrete_state_input and not is_question:
+            bins = _merged(discretize_state(np.asarray(data["state"])), 1)  # type: ignore[assignment]
+        if self.response is None:
+            tokens, mask = _pad(self._prompts(prompts, bins, [""] * prompts.size), self.max_len)
+            found = {"tokenized_prompt": tokens, "tokenized_prompt_mask": mask}
+            return _with_tokens(data, prompts.shape, **found)
+        texts = self._given(data, prompts.shape, is_question)
+        writes = is_question or self.response.subtasks
+        # In training a frame without a label has nothing to write.
+        asked = [writes and (not self.response.training or one is not None) for one in texts]
+        cue = "Answer: " if is_question else "Subtask: "
+        rows = self._prompts(prompts, bins, [cue if one else "" for one in asked])
+        rows = [row[: self.max_len] for row in rows]
+        # The prompt of π0.5 ends with the opening of the actions, unless a subtask follows it.
+        opened = [state is not None and not one for state, one in zip(bins, asked)]
+        found = self.response(rows, texts, self._codes(data, opened), self.max_len)
+        if not self.response.training:
+            found["writes_text"] = np.array([writes and text is None for text in texts])
         return _with_tokens(data, prompts.shape, **found)
 
+    def _prompts(
+        self, prompts: np.ndarray, bins: Sequence[np.ndarray | None], cues: Sequence[str]
+    ) -> list[list[int]]:
+        """Return the tokens of each prompt; a cue behind it tells the model to write."""
+        # A whole episode usually has one prompt.
+        encode = functools.cache(self._prompt)
+        return [
+            encode(prompt, cue) if state is None else self._prompt(prompt, cue, state)
+            for prompt, state, cue in zip(prompts.flat, bins, cues, strict=True)
+        ]
+
     def _prompt(
-        self, prompt: str, bins: Int[np.ndarray, " s"] | None = None, is_question: bool = False
+        self, prompt: str, cue: str, bins: Int[np.ndarray, " s"] | None = None
     ) -> list[int]:
-        encode, is_labelled = self.tokenizer.encode, self.response and self.response.subtasks
-        cue = "Answer: " if is_question else "Subtask: " if is_labelled else ""
-        if is_question:
+        encode = self.tokenizer.encode
+        if cue == "Answer: ":
             ids = encode(f"Question: {_clean(prompt)}\n", bos=True)
         elif bins is None:
             ids = [*encode(_clean(prompt), bos=True), *encode("\n")]
@@ -199,38 +214,33 @@ class TokenizePrompt:
         _warn_if_cut([[*ids, *cue_ids]], self.max_len, *_CUT_PROMPT)
         return [*ids[: max(0, self.max_len - len(cue_ids))], *cue_ids]
 
-    def _with_response(
-        self, data: Data, prompts: Sequence[Sequence[int]], batch: tuple[int, ...]
-    ) -> dict[str, np.ndarray]:
-        """Return the prompts with text and actions behind them, and which samples write text."""
-        name, response = type(self).__name__, self.response
+    def _given(
+        self, data: Data, batch: tuple[int, ...], is_question: bool
+    ) -> list[list[int] | None]:
+        """Return the tokens of the text that each sample has; None for one without."""
+        kind, response = "answer" if is_question else "subtask", self.response
         assert response is not None
-        kind = "answer" if "question" in data else "subtask"
-        if kind == "answer" and not response.max_text_len:
+        name = type(self).__name__
+        if is_question and not response.max_text_len:
             raise ValueError(f"{name}: the model answers no questions: model.targets lacks text.")
-        texts: list[list[int] | None] = [None] * len(prompts)
-        if data.get(kind) is not None:
-            encode = functools.cache(lambda text: response.text(self.tokenizer, text, kind))
-            given = _texts(data, kind, batch, name)
-            if kind == "subtask" and not response.subtasks and any(given.flat):
-                raise ValueError(
-                    f"{name}: a subtask is given to a policy that has none. Leave it out."
-                )
-            texts = [encode(text) if text.strip() else None for text in given.flat]
-        codes: list[list[int]] = [[] for _ in prompts]
-        if response.fast is not None and "actions" in data:
-            # The prompt of π0.5 ends with the opening, unless a subtask follows it.
-            is_opened = self.discrete_state_input and not response.subtasks
-            write = functools.partial(response.fast.written, opening="" if is_opened else OPENING)
-            codes = [write(chunk) for chunk in _merged(np.asarray(data["actions"]), 2)]
-            limit = response.fast.max_len
-            _warn_if_cut(codes, limit, "chunks of FAST tokens", "Raise model.max_fast_len.")
-            codes = [row[:limit] for row in codes]
-        found = response(prompts, texts, codes, self.max_len)
-        if not response.training:
-            writes = kind == "answer" or response.subtasks
-            found["writes_text"] = np.array([writes and text is None for text in texts])
-        return found
+        if data.get(kind) is None:
+            return [None] * math.prod(batch)
+        given = _texts(data, kind, batch, name)
+        if not is_question and not response.subtasks and any(given.flat):
+            raise ValueError(f"{name}: a subtask is given to a policy that has none. Leave it out.")
+        encode = functools.cache(lambda text: response.text(self.tokenizer, text, kind))
+        return [encode(text) if text.strip() else None for text in given.flat]
+
+    def _codes(self, data: Data, opened: Sequence[bool]) -> list[list[int]]:
+        """Return the FAST tokens of each sample's actions, if the model learns them."""
+        fast = None if self.response is None else self.response.fast
+        if fast is None or "actions" not in data:
+            return [[] for _ in opened]
+        chunks = _merged(np.asarray(data["actions"]), 2)
+        codes = [fast.written(c, "" if one else OPENING) for c, one in zip(chunks, opened)]
+        advice = "Raise model.max_fast_len."
+        _warn_if_cut(codes, fast.max_len, "chunks of FAST tokens", advice)
+        return [row[: fast.max_len] for row in codes]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -304,7 +314,8 @@ def _texts(data: Data, key: str, batch: tuple[int, ...] | None, context: str) ->
     """Return one text per sample: an array of str with the leading axes of the batch."""
     if data.get(key) is None:
         error = missing_key(key, data.keys() - {key}, context)
-        raise type(error)(f'{error} Give "{key}" with the observation, or set a default_prompt.')
+        also = ", or set a default_prompt" if key == "prompt" else ""
+        raise type(error)(f'{error} Give "{key}" with the observation{also}.')
     given = data[key]
     # An array of numbers may be large: it is not made into Python objects to find that out.
     if isinstance(given, np.ndarray) and given.dtype.kind not in "OU":
