@@ -77,7 +77,15 @@ def load_policies(
     if dtype == "int8" and device.type != "cpu":
         raise ValueError(f"int8 is for CPUs, the device is {device}. Use bfloat16 there.")
     folder = assets.resolve(location)
-    each = _robot_configs(folder, preset, robot, default_prompt)
+    config = _find_config(folder, preset)
+    # The slot in which all robots of a mixture show the picture of a question.
+    entries = config.data.entries.values()
+    slot = next((one.slot for one in entries if isinstance(one, ImageTextDataConfig)), None)
+    if isinstance(robot, RobotInputs):
+        config = with_robot(config, robot) if preset else _with_keys(config, robot)
+    if preset is not None:
+        config = _with_own_metadata(config, folder)
+    each = _robot_configs(config, robot if isinstance(robot, str) else None, default_prompt)
     known = [name or config.data.robot for name, config in each.items()]
     if default_robot is not None and default_robot not in known:  # before the weights are read
         raise UnknownRobot.named(default_robot, known)
@@ -86,9 +94,6 @@ def load_policies(
         for name, config in each.items():
             model_config = dataclasses.replace(config.model, dtype=computed)
             each[name] = dataclasses.replace(config, model=model_config)
-    # The slot in which all robots of a mixture show the picture of a question.
-    entries = _find_config(folder, preset).data.entries.values()
-    slot = next((one.slot for one in entries if isinstance(one, ImageTextDataConfig)), None)
     pipelines = {
         name: dataclasses.replace(
             _with_statistics(config.data_config(), folder, config.name),
@@ -110,22 +115,14 @@ def load_policies(
 
 
 def _robot_configs(
-    folder: Path,
-    preset: str | TrainConfig | None,
-    robot: RobotInputs | str | None,
-    default_prompt: str | None,
+    config: TrainConfig, robot: str | None, default_prompt: str | None
 ) -> dict[str, TrainConfig]:
     """Return the configuration of every robot that is asked for, as if it were the only one."""
-    config = _find_config(folder, preset)
-    if isinstance(robot, RobotInputs):
-        config = with_robot(config, robot) if preset else _with_keys(config, robot)
-    if preset is not None:
-        config = _with_own_metadata(config, folder)
     if "" in config.data.entries:
-        if isinstance(robot, str) and robot.lower() != config.data.robot.lower():
-            raise UnknownRobot(f"{folder} is of {config.data.robot}, not of {robot!r}.")
+        if robot is not None and robot.lower() != config.data.robot.lower():
+            raise UnknownRobot(f"The checkpoint is of {config.data.robot}, not of {robot!r}.")
         return {"": _with_prompt(config, default_prompt)}
-    names = [robot] if isinstance(robot, str) else config.robots
+    names = config.robots if robot is None else [robot]
     return {name: _with_prompt(config.for_robot(name), default_prompt) for name in names}
 
 

@@ -71,6 +71,5 @@ class ImageTextDataConfig(DataConfigFactory):
         return dataclasses.replace(
             self.create_base_config(assets_dirs, model_config),
             has_actions=False,
-            question_slot=self.slot,
             data_transforms=Group([ShowPicture(self.slot, model_config.action_dim)]),
         )
