@@ -7,9 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from piston.cli import main
+from piston.sim.scores import Outcome
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 STRESS = Path(__file__).parents[1] / "stress"
@@ -23,9 +25,10 @@ RUNS = {
     "train.py dummy --steps 1 --draws 1 --num-workers 0 --batch-size 2": (
         *("1 draw per prefix", "gradient checkpointing", "waiting for data"),
     ),
-    "inference.py dummy --repeats 1 --num-steps 2 --dtype float32 --file": (
-        *("seconds per chunk", "vision", "prefill", "denoising", "share of that rate"),
-        *("peak memory", "to the first action"),
+    "inference.py dummy --repeats 1 --num-steps 1 --dtype float32 --file --batches 1 2 "
+    "--ways eager int8 one-step": (
+        *("│ eager", "│ int8", "│ one-step", "vision", "prefill", "denoising", "per sample"),
+        *("large matrix product", "peak memory", "to the first action"),
     ),
 }
 
@@ -53,11 +56,30 @@ def test_data_benchmark_runs(tmp_path, monkeypatch):
         assert row in shown
 
 
-def test_what_a_policy_writes_is_measured(tmp_path):
+def test_auroc_is_the_share_of_pairs_in_the_right_order(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    module = importlib.import_module("uncertainty")
+
+    def outcome(success, value, prompt="a"):
+        return Outcome(0, prompt, success, success, 1, {}, uncertainty={"accel": value})
+
+    mixed = [outcome(True, 1), outcome(True, 3), outcome(False, 2), outcome(False, 3)]
+    assert module._auroc(mixed, "accel") == (1 + 0 + 1 + 0.5) / 4
+    assert np.isnan(module._auroc(mixed[:2], "accel"))
+    # Another task that is more uncertain and never fails says nothing about failures.
+    calm = [*mixed, *(outcome(True, 9, "b") for _ in range(4))]
+    assert module._auroc_within(calm, "accel") == module._auroc(mixed, "accel")
+    assert module._auroc(calm, "accel") < 0.3
+    value, low, high = module._interval(mixed * 20, "accel", module._auroc, 200)
+    assert low < value < high
+
+
+def test_what_a_policy_writes_and_how_it_acts_in_time_is_measured(tmp_path):
     """From a recording with labels to a policy that has hardly learned to write."""
     data, base = str(tmp_path / "set"), str(tmp_path / "runs")
     shared = ["tiny_aloha_subtasks", "--data.repo-id", data, "--assets-base-dir", str(tmp_path)]
     small = ["--num-train-steps", "1", "--batch-size", "2", "--noise-draws", "1"]
+    small += ["--max-delay", "2"]
     train = ["train", *shared, "--exp-name", "x", "--checkpoint-base-dir", base, *small]
     record = ["record", "aloha_transfer_cube", "--episodes", "1", "--workers", "1", "--out", data]
     for words in (record, ["stats", *shared], train):
@@ -70,6 +92,16 @@ def test_what_a_policy_writes_is_measured(tmp_path):
     right = found["subtasks that are right"]
     assert right["all frames"].startswith("0/4")
     assert float(found["milliseconds per chunk"]["text is written"]) > 0
+    options = ["--episodes", "1", "--delays", "8", "--json", str(tmp_path / "delays")]
+    assert "go on, trained" in run(["delay.py", checkpoint, checkpoint, *options])
+    found = {one["execution"]: one for one in json.loads((tmp_path / "delays").read_text())}
+    # Of 300 steps, 48 of each chunk are executed, then 8 are waited.
+    assert {name: one["waited"] for name, one in found.items()} == {
+        **{"wait": 40, "async": 0, "guided": 0, "trained": 0}
+    }
+    options = ["--task", "aloha_transfer_cube", "--episodes", "1", "--candidates", "2"]
+    shown = run(["uncertainty.py", checkpoint, *options, "--samples", "3"])
+    assert all(word in shown for word in ("accel", "spread", "within tasks"))
 
 
 def test_errors_are_one_message():

@@ -3,6 +3,7 @@
 import functools
 import threading
 import time
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -50,9 +51,9 @@ def wait_until(condition):
 def script_of(make_policy):
     scripts = []
 
-    def make(kind, horizon, execute_horizon, **options):
+    def make(make_broker, horizon, execute_horizon, **options):
         policy = make_policy(horizon)
-        scripts.append(Script(policy, kind(policy, execute_horizon, **options)))
+        scripts.append(Script(policy, make_broker(policy, execute_horizon, **options)))
         return scripts[-1]
 
     yield make
@@ -228,6 +229,56 @@ def test_settings_that_make_no_sense(make_policy):
         RealTimeBroker(make_policy(), delay_quantile=95)
 
 
+def test_slow_answers_are_asked_for_earlier(make_script):
+    """The first answer comes after the end of its chunk; from then on nothing is held."""
+    script = make_script(horizon=8, execute_horizon=6)
+    script.steps(10)  # asked at step 6, held at 8 and 9
+    assert script.broker.num_held == 2
+    script.answer()
+    script.steps(1)
+    assert script.broker.delay == script.broker.median_delay == 4
+    # The new chunk began at its step 2: the next is asked for with 4 ahead, at step 4.
+    script.steps(1)
+    assert script.broker._request is None
+    script.steps(1)
+    assert script.asked(2)["n"] == 12
+    script.steps(3)
+    script.answer()
+    assert "held" not in script.one()
+    assert script.broker.num_held == 2
+
+
+def test_a_policy_may_answer_when_it_likes():
+    """With `submit` nothing runs in a thread, and observations are needed only when asking."""
+
+    class Deferred:
+        def __init__(self):
+            self.futures = []
+
+        def submit(self, observation):
+            self.futures.append((observation, Future()))
+            return self.futures[-1][1]
+
+    policy = Deferred()
+    broker = AsyncChunkBroker(policy, 2)
+    chunk = np.arange(6.0)[:, None]
+    assert broker.is_due
+    broker.ask({"n": 0})
+    policy.futures[0][1].set_result({"actions": chunk})
+    assert broker.act()["actions"][0] == 0
+    for step in (1, 2, 3):
+        assert broker.is_due == (step == 2)
+        broker.ask({"n": step} if step == 2 else {})
+        assert broker.act()["actions"][0] == step
+    assert [one["n"] for one, _ in policy.futures] == [0, 2]
+    # Answered at the very step that is next: its first two steps have passed.
+    policy.futures[1][1].set_result({"actions": 100 + chunk})
+    assert broker.infer({"n": 4})["actions"][0] == 102
+    assert broker.delay == 2
+    with pytest.raises(ValueError, match="call ask"):
+        AsyncChunkBroker(Deferred()).act()
+
+
 class TestRealTime:
     @pytest.fixture
     def make(self, script_of):
@@ -264,8 +315,83 @@ class TestRealTime:
 
     def test_the_delay_is_never_more_than_what_is_ahead(self, make):
         script = make(horizon=5, execute_horizon=3, initial_delay=40)
+        script.steps(2)  # so long a delay asks as soon as possible
+        assert script.asked(1)["n"] == 1
+        assert script.asked(1)["rtc"]["delay"] == 4
+
+    def test_the_kind_is_what_the_policy_was_trained_for(self, make, make_policy):
+        script = make(10, 3, initial_delay=2)
+        script.policy.metadata = {"rtc": {"kinds": ["guided"]}}
         script.steps(4)
-        assert script.asked(1)["rtc"]["delay"] == 2
+        assert script.asked(1)["rtc"]["kind"] == "guided"
+        for options, kind in (({}, "trained"), ({"kind": "guided"}, "guided")):
+            script = make(10, 3, initial_delay=2, **options)
+            script.policy.metadata = {"rtc": {"kinds": ["trained", "guided"], "max_delay": 4}}
+            script.steps(4)
+            assert script.asked(1)["rtc"]["kind"] == kind
+        with pytest.raises(ValueError, match="kind is 'trained', 'guided' or None"):
+            RealTimeBroker(make_policy(), kind="quick")
+
+    def test_an_unknown_delay_is_the_longest_that_was_trained(self, make):
+        script = make(10, 3)
+        script.policy.metadata = {"rtc": {"kinds": ["trained", "guided"], "max_delay": 4}}
+        script.steps(4)
+        assert script.asked(1)["rtc"]["delay"] == 4
+
+    def test_longer_delays_than_trained_are_guided_with_a_warning(self, make, caplog):
+        about = {"rtc": {"kinds": ["trained", "guided"], "max_delay": 4}}
+        script = make(20, 3, initial_delay=5)
+        script.policy.metadata = about
+        script.steps(4)
+        assert script.asked(1)["rtc"]["kind"] == "guided"
+        script.answer()
+        script.steps(3)  # measured: 1
+        assert script.asked(2)["rtc"] | {"previous_chunk": None} == {
+            **{"previous_chunk": None, "kind": "trained", "delay": 1, "execute_horizon": 3}
+        }
+        (message,) = (one.getMessage() for one in caplog.records)
+        assert "take 5 control steps" in message
+        assert "at most 4" in message
+        script = make(20, 3, initial_delay=5, kind="trained")
+        script.policy.metadata = about
+        with pytest.raises(ValueError, match="take 5 control steps.* at most 4"):
+            script.steps(1)
+
+    def test_without_guidance_longer_delays_are_plain_requests(self, make, caplog):
+        """As with a compiled file: robots go on, with a warning."""
+        script = make(20, 3, initial_delay=5)
+        script.policy.metadata = {"rtc": {"kinds": ["trained"], "max_delay": 4}}
+        script.steps(4)
+        assert "rtc" not in script.asked(1)
+        assert "made without real-time chunking" in caplog.text
+
+    def test_a_chunk_that_came_too_late_is_continued_from_its_first_step(self, make):
+        """Asked for with nothing ahead; so long a delay asks for the next one at once."""
+        script = make(horizon=3, execute_horizon=3)
+        script.steps(7)  # all three, then held
+        script.answer()
+        assert script.steps(1) == [100]
+        rtc = script.asked(2)["rtc"]
+        assert (rtc["execute_horizon"], rtc["delay"], len(rtc["previous_chunk"])) == (1, 2, 3)
+
+    def test_metadata_are_those_of_the_wrapped_policy(self, make_policy):
+        class Wrapped:
+            def __init__(self, policy):
+                self.policy = policy
+
+        policy = make_policy(10)
+        policy.metadata = {"rtc": {"kinds": ["trained", "guided"], "max_delay": 4}}
+        assert RealTimeBroker(Wrapped(policy), 3)._kind(8) == ("trained", 4)
+
+    def test_a_policy_that_cannot_is_told_at_the_first_request(self, make):
+        script = make(10, 3)
+        script.policy.metadata = {"rtc": {"kinds": []}}
+        with pytest.raises(ValueError, match="it can do none at all. Use AsyncChunkBroker"):
+            script.steps(1)
+        script = make(10, 3, kind="trained")
+        script.policy.metadata = {"rtc": {"kinds": ["guided"]}}
+        with pytest.raises(ValueError, match="kind 'trained' is not possible.*can do guided"):
+            script.steps(1)
 
     def test_with_nothing_ahead_it_is_an_ordinary_request(self, make):
         script = make(horizon=2, execute_horizon=2)

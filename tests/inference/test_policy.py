@@ -10,7 +10,9 @@ import torch
 import piston
 from piston import presets, weights
 from piston.config import TRAIN_SECTION
-from piston.inference.loading import quantize_for_inference, random_policy
+from piston.inference.candidates import uncertainty
+from piston.inference.loading import random_policy
+from piston.inference.packing import quantize_for_inference
 from piston.inference.policy import Policy
 from piston.models.configs import LoRA
 from piston.robots.aloha import make_aloha_example
@@ -173,6 +175,121 @@ def test_guided_and_plain_requests_share_a_batch(aloha):
         np.testing.assert_allclose(result["actions"], aloha.infer(request)["actions"], atol=1e-5)
 
 
+def _with_delay(stride=1, **changes):
+    """A random policy of ALOHA, trained for delays of up to 3 actions; delta actions."""
+    torch.manual_seed(0)
+    preset = presets.get("pi0_aloha_sim")
+    data = dataclasses.replace(preset.data, use_delta_joint_actions=True, action_stride=stride)
+    model = dataclasses.replace(preset.model, max_delay=3)
+    return random_policy(dataclasses.replace(preset, data=data, model=model), **changes)
+
+
+@pytest.mark.parametrize("stride", [1, 4])
+def test_a_trained_policy_begins_with_the_committed_actions(stride):
+    """In the robot's own units, with delta actions, whatever the state is now."""
+    policy, example = _with_delay(stride), make_aloha_example()
+    # The last committed action is one of the model's; those between two are interpolated.
+    longest = 2 * stride + 1
+    assert policy.metadata["rtc"] == {"kinds": ["trained", "guided"], "max_delay": longest}
+    old = policy.infer(example, seed=0)["actions"]
+    moved = {**example, "state": example["state"] + 0.3, "seed": 1}
+    for delay in range(1, longest + 1):
+        rtc = {"previous_chunk": old[8:], "delay": delay, "execute_horizon": 8}
+        found = policy.infer({**moved, "rtc": rtc})["actions"]
+        np.testing.assert_allclose(found[:delay], old[8 : 8 + delay], atol=1e-4)
+    plain, guided = policy.infer(moved), policy.infer({**moved, "rtc": {**rtc, "kind": "guided"}})
+    for other in (plain, guided):
+        assert np.abs(other["actions"][:longest] - old[8 : 8 + longest]).max() > 1e-2
+    # What comes after them is the model's choice.
+    assert np.abs(found[longest] - old[8 + longest]).max() > 1e-4
+
+
+def test_trained_guided_and_plain_requests_share_a_batch():
+    policy, example = _with_delay(), make_aloha_example()
+    old = policy.infer(example, seed=0)["actions"]
+    requests = [
+        {**example, "seed": 1},
+        {**example, "seed": 2, "rtc": _rtc(old, delay=3)},
+        {**example, "seed": 3, "rtc": {**_rtc(old, delay=9), "kind": "guided"}},
+        {**example, "seed": 4, "rtc": _rtc(old, delay=1)},
+    ]
+    for request, result in zip(requests, policy.infer_batch(requests), strict=True):
+        np.testing.assert_allclose(result["actions"], policy.infer(request)["actions"], atol=1e-4)
+
+
+def test_delays_that_were_not_trained_are_refused_with_the_number(aloha):
+    example, old = make_aloha_example(), np.zeros((50, 14), np.float32)
+    with pytest.raises(ValueError, match=r"rtc\.delay is 4 .*at most 3 \(--max-delay 3"):
+        _with_delay().infer({**example, "rtc": _rtc(old, delay=4)})
+    assert aloha.metadata["rtc"] == {"kinds": ["guided"]}
+    with pytest.raises(ValueError, match=r"rtc\.kind is 'trained'.*guided.*--max-delay"):
+        aloha.infer({**example, "rtc": {**_rtc(old), "kind": "trained"}})
+    with pytest.raises(ValueError, match=r"rtc\.kind is 'other'"):
+        aloha.infer({**example, "rtc": {**_rtc(old), "kind": "other"}})
+    assert random_policy("pi0_fast_libero").metadata["rtc"] == {"kinds": []}
+
+
+def test_the_candidate_that_agrees_most_is_sent(aloha):
+    example = make_aloha_example()
+    random = np.random.default_rng(0)
+    noise = random.standard_normal((3, 50, 32), np.float32)
+    torch.manual_seed(0)
+    policy = random_policy("pi0_aloha_sim", candidates=3)
+    policy.model.load_state_dict(aloha.model.state_dict())
+    each = [aloha.infer(example, noise=one)["actions"] for one in noise]
+    # Two candidates are alike, so one of them is chosen.
+    alike = np.stack([noise[0], noise[1], noise[0] + np.float32(1e-3)])
+    found = policy.infer(example, noise=alike)
+    assert np.abs(found["actions"] - each[0]).max() < 1e-2
+    assert np.abs(found["actions"] - each[1]).max() > 1e-2
+    # The spread over the candidates of real dimensions, in the model's units.
+    apart = policy.infer(example, noise=noise)["uncertainty"]["spread"]
+    same = policy.infer(example, noise=np.repeat(noise[:1], 3, axis=0))["uncertainty"]["spread"]
+    assert same < 1e-5 < apart
+    # With a seed, the first candidate is the only one of a policy without candidates.
+    single = aloha.prepare({**example, "seed": 5}).inputs["noise"]
+    np.testing.assert_array_equal(policy.prepare({**example, "seed": 5}).inputs["noise"][0], single)
+    with pytest.raises(ValueError, match=r"expected \(3, 50, 32\)"):
+        policy.infer(example, noise=noise[0])
+
+
+def test_uncertainty_is_computed_as_published():
+    """accel: how much the velocity changes between steps, relative to the velocity."""
+    path = torch.tensor([0.0, 1.0, 3.0, 4.0])[:, None, None, None].expand(4, 2, 1, 1).clone()
+    path[:, 1] *= 2
+    found = uncertainty(path)
+    # Velocities 1, 2, 1: changes 1 and 1, over 4. The same for the second, which is twice as fast.
+    assert found["accel"] == pytest.approx(0.5)
+    assert found["spread"] == pytest.approx(np.std([4, 8], ddof=1))
+    assert uncertainty(path[-2:, :1]) == {}
+    still = uncertainty(torch.zeros(4, 1, 1, 1))
+    assert still == {"accel": 0}
+
+
+@pytest.mark.parametrize("name", ["num_steps", "candidates"])
+def test_counts_of_a_policy_are_checked(aloha, name):
+    for wrong in (0, -1):
+        with pytest.raises(ValueError, match=f"{name} must be a whole number of at least 1"):
+            Policy(aloha.model, aloha.data, **{name: wrong})
+    with pytest.raises(ValueError, match=f"{name} is 2, but π0-FAST does not denoise"):
+        random_policy("pi0_fast_libero", **{name: 2})
+
+
+def test_steps_of_a_model_that_has_none_are_refused():
+    with pytest.raises(ValueError, match="num_steps is 1, but π0-FAST does not denoise"):
+        random_policy("pi0_fast_libero", num_steps=1)
+
+
+def test_a_distilled_checkpoint_says_how_many_steps_it_wants(aloha):
+    torch.manual_seed(0)
+    preset = presets.get("pi0_aloha_sim")
+    model = dataclasses.replace(preset.model, distilled_steps=2)
+    policy = random_policy(dataclasses.replace(preset, model=model, noise_draws=2))
+    assert (aloha.num_steps, policy.num_steps) == (10, 2)
+    assert Policy(policy.model, policy.data, num_steps=10).num_steps == 10
+    assert policy.infer(make_aloha_example())["uncertainty"].keys() == {"accel"}
+
+
 def test_an_old_chunk_of_the_wrong_shape_is_refused(aloha):
     rtc = {"previous_chunk": np.zeros((51, 14)), "delay": 0, "execute_horizon": 10}
     with pytest.raises(ValueError, match="1 to 50 steps"):
@@ -304,9 +421,8 @@ def test_eight_bits_hold_every_large_matrix(aloha):
     torch.manual_seed(0)
     model = weights.build_model(aloha.model.config)
     quantize_for_inference(model)
-    held = {name: buffer.dtype for name, buffer in model.named_buffers() if "weight" in name}
-    assert held["vlm.layers.0.mlp.gate.weight"] == torch.int8
-    assert held["vision.blocks.0.attention.query.weight"] == torch.int8
+    weight = model.vlm.layers[0].mlp.gate.weight
+    assert weight.dtype == torch.int8
     large = [n for n, p in model.named_parameters() if p.ndim == 2 and p.numel() > 20_000]
     assert [n for n in large if "embedding" not in n and "suffix" not in n] == []
 
@@ -360,3 +476,27 @@ def test_a_device_that_is_not_there_is_named(checkpoint, device):
         pytest.skip("there is a GPU here")
     with pytest.raises(ValueError, match=device):
         piston.load_policy(checkpoint, device=device)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "most", "best"),
+    [
+        ({1: 1.0, 2: 1.95}, 8, 1),  # no cheaper for each
+        ({1: 1.0, 2: 1.6, 4: 2.4, 8: 4.7}, 8, 4),
+        ({1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0}, 8, 8),
+        ({1: 1.0, 2: 1.0, 4: 1.0}, 6, 4),
+        ({1: 1.0}, 1, 1),
+    ],
+)
+def test_a_batch_grows_while_requests_become_cheaper(aloha, seconds, most, best, monkeypatch):
+    monkeypatch.setattr(aloha, "_seconds_of_batch", seconds.__getitem__)
+    assert aloha.best_batch(most) == best
+
+
+def test_batches_are_measured_with_the_model(aloha):
+    seen = []
+    hook = aloha.model.vision.register_forward_hook(lambda *inputs: seen.append(len(inputs[1][0])))
+    best = aloha.best_batch(2)
+    hook.remove()
+    assert best in (1, 2)
+    assert set(seen) == {3, 6}  # three cameras

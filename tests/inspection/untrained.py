@@ -68,7 +68,7 @@ def with_random_weights(model: ModelConfig, pipeline: DataConfig) -> Policy:
         for layer in network.layers():
             for parameter in layer.parameters():
                 parameter *= 4
-    return Policy(network, pipeline, num_steps=3)
+    return Policy(network, pipeline, num_steps=3 if model.denoises else None)
 
 
 def _tokens_as_actions(pipeline: DataConfig) -> DataConfig:

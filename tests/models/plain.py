@@ -17,9 +17,16 @@ from piston.models.gemma import Expert
 from piston.observation import Observation
 
 
-def velocity(model: Pi0, observation: Observation, noisy: Tensor, time: Tensor) -> Tensor:
+def velocity(
+    model: Pi0,
+    observation: Observation,
+    noisy: Tensor,
+    time: Tensor,
+    target: Tensor | None = None,
+) -> Tensor:
+    """`time`, and the target time of a distilled model, per sample (b) or per action (b, h)."""
     prefix, valid = embed_padded(model, observation)
-    suffix, condition = _suffix(model, observation.state, noisy, time)
+    suffix, condition = _suffix(model, observation.state, noisy, time, target)
     starts = torch.zeros(suffix.shape[1], dtype=torch.long)
     starts[0] = 1
     if not model.config.pi05:
@@ -167,16 +174,25 @@ def full_mask(valid: Tensor, starts: Tensor) -> Tensor:
     return (block[:, None, :] <= block[:, :, None]) & valid[:, None, :]
 
 
-def _suffix(model: Pi0, state: Tensor, noisy: Tensor, time: Tensor) -> tuple[Tensor, Tensor | None]:
+def _suffix(
+    model: Pi0, state: Tensor, noisy: Tensor, time: Tensor, target: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     part, width = model.suffix, model.config.action_expert.width
     fraction = torch.linspace(0, 1, width // 2, dtype=torch.float64)
-    angle = 2 * math.pi * time.double()[:, None] / (4e-3 * 1000**fraction)
-    embedded = torch.cat((angle.sin(), angle.cos()), -1).to(noisy.dtype)
+
+    def embed(time: Tensor) -> Tensor:
+        each = (time if time.ndim == 2 else time[:, None]).expand(noisy.shape[:2])
+        angle = 2 * math.pi * each.double()[..., None] / (4e-3 * 1000**fraction)
+        return torch.cat((angle.sin(), angle.cos()), -1).to(noisy.dtype)
+
+    embedded = embed(time)
+    if target is not None:
+        embedded = embedded + part.time.target(embed(time) - embed(target))
     actions = part.action_in(noisy)
     swish = torch.nn.functional.silu
     if model.config.pi05:
         return actions, swish(part.time_out(swish(part.time_in(embedded))))
-    both = torch.cat((actions, embedded[:, None].expand_as(actions)), -1)
+    both = torch.cat((actions, embedded), -1)
     actions = part.time_action_out(swish(part.time_action_in(both)))
     return torch.cat((part.state(state.to(noisy.dtype))[:, None], actions), 1), None
 
@@ -220,7 +236,7 @@ def _norm(norm, x: Tensor, condition: Tensor | None) -> tuple[Tensor, Tensor | f
     normed = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
     if condition is None:
         return normed * (1 + norm.scale), 1.0
-    scale, shift, gate = norm.modulation(condition)[:, None].chunk(3, -1)
+    scale, shift, gate = norm.modulation(condition).chunk(3, -1)
     return normed * (1 + scale) + shift, gate
 
 

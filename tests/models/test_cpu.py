@@ -182,7 +182,26 @@ def test_the_choice_of_a_product(name, has_mkl, monkeypatch):
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     if allowed is not None:
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", allowed)
+    monkeypatch.delenv(cpu.SWITCH, raising=False)
     assert cpu.choose_product.__wrapped__() == (with_mkl if has_mkl else without)
     limit = "AVX512_CORE_BF16" if name == "broken tiles" else allowed
     assert os.environ.get("ONEDNN_MAX_CPU_ISA") == limit
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+
+
+@pytest.mark.parametrize("asked", ["torch", "tiles", "float32"])
+def test_the_choice_can_be_overridden(asked, monkeypatch):
+    monkeypatch.setattr(cpu, "read_cpuinfo", lambda: facts("GenuineIntel", TILES))
+    monkeypatch.setattr(cpu, "_mkl_product", lambda: print)
+    monkeypatch.setenv("PISTON_CPU_PRODUCT", asked)
+    assert cpu.choose_product.__wrapped__() == asked
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"), [("amx", "expected one of torch, tiles, float32"), ("tiles", "no MKL")]
+)
+def test_an_override_that_cannot_work(asked, message, monkeypatch):
+    monkeypatch.setattr(cpu, "_mkl_product", lambda: None)
+    monkeypatch.setenv("PISTON_CPU_PRODUCT", asked)
+    with pytest.raises(ValueError, match=message):
+        cpu.choose_product.__wrapped__()

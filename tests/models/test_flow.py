@@ -17,6 +17,7 @@ from torch.testing import assert_close
 
 from piston.models.flow import Pi0
 from piston.models.integrator import Guidance
+from piston.models.model import ActOptions
 from piston.models.precision import cast_for_inference
 
 from . import plain, tiny
@@ -273,14 +274,15 @@ def test_candidates_share_a_prefix_and_equal_separate_calls(pi05, monkeypatch):
 
 
 @pytest.mark.parametrize("num_steps", [1, 4])
-def test_every_step_of_the_integrator_can_be_visited(num_steps):
+def test_the_path_of_the_integrator_is_returned(num_steps):
     model = tiny.flow()
     observation, noise = tiny.observe(model, [ALL], [4]), tiny.chunk(model, 1)
-    path = []
-    found = model.act(observation, noise, num_steps=num_steps, visit=path.append)
+    with torch.no_grad():
+        found = model.act_with(observation, ActOptions(noise, num_steps=num_steps))
+    path = found.path
     assert len(path) == num_steps + 1
     assert torch.equal(path[0], noise)
-    assert torch.equal(path[-1], found)
+    assert torch.equal(path[-1], found.actions)
     cache = model.prefill(observation)
     for step, (before, after) in enumerate(itertools.pairwise(path)):
         velocity = model.velocity(before, torch.tensor([1 - step / num_steps]), cache)

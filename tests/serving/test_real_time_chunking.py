@@ -80,15 +80,26 @@ def _train(model: Pi0, to_model, shapes_checked, num_steps: int = 300, batch_siz
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory, shapes_checked):
+    return _make_policy(CONFIG, tmp_path_factory.mktemp("assets"), shapes_checked)
+
+
+@pytest.fixture(scope="module")
+def trained_policy(tmp_path_factory, shapes_checked):
+    """As the other, but with delays of up to DELAY steps in training."""
+    config = dataclasses.replace(CONFIG, max_delay=DELAY)
+    return _make_policy(config, tmp_path_factory.mktemp("assets"), shapes_checked)
+
+
+def _make_policy(config, folder, shapes_checked):
     torch.manual_seed(0)
     # UR5's joints are relative to the state, so that an old chunk has to be re-based.
-    data = LeRobotUR5DataConfig(repo_id="toy").create(tmp_path_factory.mktemp("assets"), CONFIG)
+    data = LeRobotUR5DataConfig(repo_id="toy").create(folder, config)
     one = np.ones(7)
     actions = NormStats(0 * one, one, -one, one)
     # So wide that every state looks the same to the model, which saw only one.
     state = NormStats(0 * one, one, -900 * one, 1000 * one)
     data = dataclasses.replace(data, norm_stats={"state": state, "actions": actions})
-    model = Pi0(CONFIG)
+    model = Pi0(config)
     _train(model, compose(data.input_transforms(training=False)), shapes_checked)
     return Policy(model, data, seed=0)
 
@@ -97,7 +108,7 @@ class Late:
     """A policy whose answers come exactly DELAY control steps after the question."""
 
     def __init__(self, policy) -> None:
-        self._policy = policy
+        self._policy, self.metadata = policy, policy.metadata
         self._time = threading.Condition()
         self._now = 0
         self.asked: list[int] = []
@@ -157,6 +168,26 @@ def test_a_smaller_jump_where_chunks_join(policy):
     assert guided.max() < 0.4 * plain.max()
     # Guided chunks still are what the model would do.
     assert within_guided.mean() == pytest.approx(within_plain.mean(), abs=0.1)
+
+
+def test_a_trained_policy_joins_its_chunks(policy, trained_policy):
+    """The broker learns from the server that the policy is trained; nothing is guided."""
+    with running_server(policy) as server:
+        plain, within_plain = _drive(lambda one: AsyncChunkBroker(one, EXECUTE), server.url)
+    brokers = []
+
+    def make_broker(late):
+        brokers.append(RealTimeBroker(late, EXECUTE, initial_delay=DELAY))
+        return brokers[-1]
+
+    with running_server(trained_policy) as server:
+        trained, within = _drive(make_broker, server.url)
+    assert brokers[0]._kind(8) == ("trained", DELAY)
+    assert brokers[0].delay == DELAY
+    # Measured: 0.60 and 0.12 in the mean, 2.24 and 0.27 at worst; 0.1 within chunks.
+    assert trained.mean() < 0.3 * plain.mean()
+    assert trained.max() < 0.3 * plain.max()
+    assert within.mean() == pytest.approx(within_plain.mean(), abs=0.1)
 
 
 def test_delay_zero_and_nothing_committed_equals_plain_sampling(policy):

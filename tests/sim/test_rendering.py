@@ -1,5 +1,6 @@
 """Pictures: what may be left out changes nothing, what must be left out is never there."""
 
+import copy
 import threading
 
 import numpy as np
@@ -72,3 +73,22 @@ def test_an_unknown_camera_is_named(at_work):
 def test_a_picture_needs_pixels(at_work):
     with pytest.raises(ValueError, match="0×64"):
         at_work.render(0, 64)
+
+
+@pytest.mark.parametrize("name", ["aloha_transfer_cube", "metaworld:drawer-open-halfway"])
+def test_simplified_meshes_look_the_same(name, monkeypatch):
+    """Fewer triangles, hardly another picture; the simulated model is untouched."""
+    environment = make_environment(name)
+    environment.reset(3)
+    _, model, _ = environment._current()
+    faces, corners = model.mesh_face.copy(), model.mesh_facenum.copy()
+    drawn = rendering._simplified(model)
+    assert drawn.mesh_facenum.sum() < 0.8 * corners.sum()
+    assert (drawn.mesh_facenum[corners > 0] > 0).all()
+    fast = environment.render(240, 320)
+    monkeypatch.setattr(rendering, "_simplified", copy.copy)
+    monkeypatch.setattr(rendering, "_canvases", {})
+    exact = environment.render(240, 320)
+    assert 0 < np.abs(fast.astype(int) - exact).mean() < 0.2
+    np.testing.assert_array_equal(model.mesh_face, faces)
+    np.testing.assert_array_equal(model.mesh_facenum, corners)

@@ -1,6 +1,7 @@
 """Rollouts: what is asked, what is executed, and that episodes do not disturb each other."""
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -63,6 +64,113 @@ def test_a_policy_that_knows_the_way_succeeds_alone_and_among_others():
     assert trace.starts == (0, 50, 100, 150, 200, 250)
     np.testing.assert_array_equal(trace.executed, together.plans[4][:300])
     np.testing.assert_array_equal(trace.chunks[1], together.plans[4][50 : 50 + LENGTH])
+
+
+class Delayed:
+    """Evaluates the expert with answers that come 7 steps late, and keeps its requests."""
+
+    def __init__(self, execution, **options):
+        expert, self.requests = Expert([4]), []
+
+        def infer(observations):
+            self.requests += observations
+            return expert(observations)
+
+        about = {"rtc": {"kinds": ["trained", "guided"], "max_delay": 10}}
+        given = {"execute_horizon": 50, "delay": 7, "execution": execution} | options
+        self.found = evaluate(TASK, infer, [4], policy_name="expert", metadata=about, **given)
+        self.plan, (self.outcome,) = expert.plans[4], self.found.outcomes
+
+
+def test_a_robot_that_waits_stands_still_until_the_answer_comes():
+    delayed = Delayed("wait")
+    trace = delayed.found.trace
+    # Each chunk is asked for at the end of the one before; the first is there at once.
+    assert trace.starts == (0, 50, 107, 164, 221, 278)
+    still = np.repeat(delayed.plan[49:50], 7, axis=0)
+    expected = np.concatenate([delayed.plan[:50], still, delayed.plan[50:100]])
+    np.testing.assert_array_equal(trace.executed[:107], expected)
+    assert delayed.outcome.waited == 35
+    assert delayed.outcome.inner_jump > 0
+
+
+@pytest.mark.parametrize("execution", ["async", "guided", "trained"])
+def test_a_robot_that_goes_on_uses_an_answer_from_the_step_that_it_is_for(execution):
+    delayed = Delayed(execution)
+    trace = delayed.found.trace
+    # The plan depends on time alone, so that nothing must be skipped or repeated.
+    np.testing.assert_array_equal(trace.executed, delayed.plan[:300])
+    assert trace.starts == (0, 50, 100, 150, 200, 250)
+    assert (delayed.outcome.success, delayed.outcome.waited) == (True, 0)
+    for asked, start in zip(delayed.requests[1:], trace.starts[1:]):
+        if execution == "async":
+            assert "rtc" not in asked
+            continue
+        assert {**asked["rtc"], "previous_chunk": None} == {
+            **{"delay": 7, "execute_horizon": 50, "kind": execution, "previous_chunk": None}
+        }
+        ahead = delayed.plan[start : start + LENGTH - 50]
+        np.testing.assert_array_equal(asked["rtc"]["previous_chunk"], ahead)
+
+
+def test_time_to_success_and_jumps_are_measured():
+    """A second chunk that is 0.2 off in one joint: one jump in, one jump back."""
+    expert = Expert([4])
+
+    def infer(observations):
+        (answer,), step = expert(observations), expert.asked[-1][0][1]
+        offset = np.zeros(14)
+        offset[2] = 0.2 * (step == 250)
+        return [{"actions": answer["actions"] + offset}]
+
+    options = {"execute_horizon": 50, "policy_name": "expert"}
+    (exact,) = evaluate(TASK, Expert([4]), [4], **options).outcomes
+    (outcome,) = evaluate(TASK, infer, [4], **options).outcomes
+    assert outcome.success_step == exact.success_step < 250
+    assert outcome.seam_jump == pytest.approx(exact.seam_jump + 0.2 / 5, abs=0.01)
+    assert outcome.inner_jump == pytest.approx(exact.inner_jump, abs=1e-3)
+
+
+def test_chunks_of_one_step_have_a_seam_at_every_step():
+    (outcome,) = evaluate(TASK, Expert([4]), [4], execute_horizon=1, policy_name="x").outcomes
+    assert outcome.seam_jump > 0
+    assert outcome.inner_jump is None
+
+
+def test_what_the_policy_says_of_its_chunks_is_kept_with_the_outcome(tmp_path):
+    expert = Expert([4])
+
+    def infer(observations):
+        (answer,), step = expert(observations), expert.asked[-1][0][1]
+        return [{**answer, "uncertainty": {"accel": float(step)}}]
+
+    found = evaluate(TASK, infer, [4], execute_horizon=75, policy_name="expert")
+    assert found.outcomes[0].uncertainty == {"accel": np.mean([0, 75, 150, 225])}
+    found.write(tmp_path)
+    assert read_evaluation(tmp_path).outcomes == found.outcomes
+
+
+def test_a_delay_that_is_measured_is_the_time_of_the_inference():
+    def slow(observations):
+        time.sleep(0.13)
+        return expert(observations)
+
+    expert = Expert([4])
+    options = {"execute_horizon": 60, "policy_name": "expert", "delay": None}
+    found = evaluate(TASK, slow, [4], num_environments=1, **options)
+    # At 50 actions per second, at least 7 steps each; the first answer is waited for.
+    late = np.diff(found.trace.starts)[1:] - 60
+    assert len(late) == 3
+    assert late.min() >= 7
+    assert found.delay is None
+    with pytest.raises(ValueError, match="one environment at a time"):
+        evaluate(TASK, slow, [4], num_environments=2, **options)
+
+
+def test_the_hand_of_metaworld_stands_still_while_it_waits():
+    environment = make_environment("metaworld:drawer-open-halfway")
+    resting = environment.resting_action(np.array([0.5, -1, 0.2, 0.7]))
+    np.testing.assert_array_equal(resting, [0, 0, 0, 0.7])
 
 
 def test_half_a_chunk_is_executed_by_default_and_no_more_than_there_is():

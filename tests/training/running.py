@@ -26,7 +26,7 @@ FOLDER = Path(__file__).parent
 # What depends on the clock and not on the run.
 TIMES = ("samples_per_second", "waiting_for_data")
 # Long enough for a busy machine.
-PATIENCE = 240.0
+PATIENCE = 600.0
 
 
 def tiny(folder: Path, **changes: Any) -> TrainConfig:

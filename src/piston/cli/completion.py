@@ -29,6 +29,8 @@ def _completion(
     targets: dict[str, Any] = {
         "train": _choice({name: TrainArguments(preset) for name, preset in configs.items()}),
         "stats": _choice({name: stats_arguments(preset) for name, preset in configs.items()}),
+        # The others of its options depend on the checkpoint.
+        "distill": dataclasses.make_dataclass("Distill", [("exp_name", str), ("resume", bool)]),
     }
     for verb in cli.VERBS:
         run = cli.find(verb)

@@ -64,8 +64,8 @@ class InspectArguments:
     dtype: Literal["float32", "bfloat16", "int8"] | None = None
     # cpu, cuda, cuda:1 …; by default a GPU where there is one.
     device: str | None = None
-    # Denoising steps per chunk.
-    num_steps: int = 10
+    # Denoising steps per chunk; by default as many as the checkpoint was made for.
+    num_steps: int | None = None
 
 
 def inspect(arguments: InspectArguments) -> None:
@@ -136,8 +136,13 @@ def _check(arguments: InspectArguments) -> None:
 
 
 def _load(arguments: InspectArguments) -> Policy:
-    from piston.inference.loading import load_policy  # imports torch
+    from piston.inference.loading import is_exported, load_policy  # imports torch
 
+    if is_exported(arguments.checkpoint):
+        raise ValueError(
+            f"{arguments.checkpoint} is a compiled file, which cannot be looked into. Inspect the "
+            "checkpoint that it was made from."
+        )
     names = ("preset", "device", "dtype", "num_steps")
     options: dict[str, Any] = {name: getattr(arguments, name) for name in names}
     robot = read_robot_option(arguments.robot)

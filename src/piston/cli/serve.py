@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from piston.cli.command import Command, named, read_robot_option
-from piston.serving import ServerConfig, run_server
+from piston.serving import MOST_IN_A_BATCH, ServerConfig, run_server
 
 if TYPE_CHECKING:
     from piston.inference.policy import Policy
@@ -30,7 +30,8 @@ class ServeArguments:
     The `openpi-client` package works unchanged.
     """
 
-    # A folder that `piston train` wrote, or any checkpoint (folder or location) with --preset.
+    # A folder that `piston train` wrote, any checkpoint (folder or location) with --preset, or a
+    # file that `piston export` wrote.
     checkpoint: Annotated[str | None, tyro.conf.Positional, named("[CHECKPOINT]")] = None
     # The robot, for checkpoints that do not say it themselves.
     preset: str | None = None
@@ -45,8 +46,14 @@ class ServeArguments:
     dtype: Literal["float32", "bfloat16", "int8"] | None = None
     # cpu, cuda, cuda:1 …; by default a GPU where there is one.
     device: str | None = None
-    # Denoising steps per chunk.
-    num_steps: int = 10
+    # Compile the model for all shapes that robots can send, before the server is ready; π0, π0.5.
+    compile: bool = False
+    # Denoising steps per chunk; by default as many as the checkpoint was made for (10, or fewer
+    # after `piston distill`), or an exported file was compiled for.
+    num_steps: int | None = None
+    # Chunks that are computed for each request, from different noise. Sent is the one that agrees
+    # most with the others.
+    candidates: int = 1
     # The prompt of requests that bring none.
     default_prompt: str | None = None
     # Seed of the noise, for requests without a seed of their own.
@@ -83,7 +90,7 @@ def serve(arguments: ServeArguments) -> None:
             stack.callback(served.close)
             # One robot, which keeps its connection however long it pauses.
             server = dataclasses.replace(server, max_connections=1, idle_timeout=math.inf)
-        finished = run_server(served, server, warm_up=policy.warm_up)
+        finished = run_server(served, server, warm_up=policy.warm_up, best_batch=policy.best_batch)
     if not finished:
         # A thread is still inside torch, which would abort an ordinary exit.
         logging.shutdown()
@@ -122,8 +129,17 @@ def _make_policy(arguments: ServeArguments) -> Policy | RobotPolicies:
     from piston.inference.loading import load_policies, random_policy
     from piston.inference.robots import RobotPolicies
 
-    names = ("default_prompt", "num_steps", "seed", "rtc_jacobian", "subtask_interval")
+    names = (
+        "default_prompt",
+        "num_steps",
+        "candidates",
+        "seed",
+        "rtc_jacobian",
+        "subtask_interval",
+    )
     options: dict[str, Any] = {name: getattr(arguments, name) for name in names}
+    if arguments.compile:
+        options |= {"compile": True, "max_batch": arguments.server.max_batch or MOST_IN_A_BATCH}
     robot = read_robot_option(arguments.robot)
     if arguments.checkpoint is None:
         assert arguments.preset is not None

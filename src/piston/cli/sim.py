@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import shlex
 import time
 from collections.abc import Sequence
@@ -83,8 +84,19 @@ class EvalArguments:
     seeds: str | None = None
     # Use only the first seeds, this many.
     episodes: int | None = None
+    # Denoising steps of a checkpoint's policy; by default as many as it was made for.
+    num_steps: int | None = None
+    # Chunks that a checkpoint's policy computes for each request; the best is executed.
+    candidates: int = 1
     # Steps of a chunk that are executed before the next is requested; by default half of them.
     execute_horizon: int | None = None
+    # Control steps that pass between a request and its answer.
+    delay: int = 0
+    # As many control steps pass as the policy really takes; one environment at a time.
+    real_time: bool = False
+    # What the robot does meanwhile: wait, go on with its chunk (async), or go on with real-time
+    # chunking, which the policy was trained for (trained) or is guided to (guided).
+    execution: Literal["wait", "async", "guided", "trained"] = "wait"
     # Environments that run side by side; their requests form one batch.
     num_environments: int = 8
     # The side of the camera images; by default the environment's own.
@@ -100,6 +112,10 @@ class EvalArguments:
     out: Path = Path("runs/eval")
 
 
+# Options of the policy of a checkpoint.
+_OF_POLICY = ("subtask_interval", "num_steps", "candidates")
+
+
 def _eval(arguments: EvalArguments) -> None:
     from piston.sim.rollouts import VideoWriter, evaluate, infer_with_server
     from piston.sim.scores import FAILURES
@@ -110,6 +126,15 @@ def _eval(arguments: EvalArguments) -> None:
             "--inspect-failures is for the task that was asked for; with --opposite, not doing "
             "what is scored is right. Leave out one of them."
         )
+    if arguments.delay < 0 or (arguments.delay and arguments.real_time):
+        raise ValueError(
+            f"--delay is {arguments.delay}; expected 0 or more, and none with --real-time."
+        )
+    num_environments = arguments.num_environments
+    if arguments.real_time:
+        if num_environments not in (1, EvalArguments.num_environments):
+            raise ValueError("--real-time runs one environment at a time: --num-environments 1.")
+        num_environments = 1
     out = arguments.out
     writer = VideoWriter(out / "videos")
     # The episodes that have ended, for the case that the evaluation breaks. What an earlier one
@@ -126,19 +151,22 @@ def _eval(arguments: EvalArguments) -> None:
 
     with contextlib.ExitStack() as stack:
         if arguments.policy.startswith(("ws://", "wss://")):
-            if arguments.subtask_interval != EvalArguments.subtask_interval:
-                raise ValueError(
-                    "--subtask-interval is for a checkpoint; a server has its own. Give it to "
-                    "`piston serve`."
-                )
-            connections = min(arguments.num_environments, len(seeds))
+            for name in _OF_POLICY:
+                if getattr(arguments, name) != getattr(EvalArguments, name):
+                    flag = name.replace("_", "-")
+                    raise ValueError(
+                        f"--{flag} is for a checkpoint; a server has its own. Give it to `piston "
+                        "serve`."
+                    )
+            connections = min(num_environments, len(seeds))
             server = infer_with_server(arguments.policy, connections, arguments.robot)
             infer, policy_name, metadata = stack.enter_context(server)
         else:
             from piston.inference import load_policy  # imports torch
 
-            policy_name, interval = arguments.policy, arguments.subtask_interval
-            policy = load_policy(policy_name, robot=arguments.robot, subtask_interval=interval)
+            policy_name = arguments.policy
+            options = {name: getattr(arguments, name) for name in _OF_POLICY}
+            policy = load_policy(policy_name, robot=arguments.robot, **options)
             infer, metadata = policy.infer_batch, policy.metadata
         out.mkdir(parents=True, exist_ok=True)
         failures = None
@@ -156,7 +184,9 @@ def _eval(arguments: EvalArguments) -> None:
                 execute_horizon=arguments.execute_horizon,
                 policy_name=policy_name,
                 metadata=metadata,
-                num_environments=arguments.num_environments,
+                num_environments=num_environments,
+                execution=arguments.execution,
+                delay=None if arguments.real_time else arguments.delay,
                 pixels=arguments.pixels,
                 opposite=arguments.opposite,
                 videos=writer if arguments.video else None,
@@ -209,7 +239,15 @@ def _show(evaluation: Evaluation, out: Path) -> None:
     groups = evaluation.by_prompt
     if len(groups) > 1:
         rows += [(f"  {prompt}", str(Rate.of(outcomes))) for prompt, outcomes in groups.items()]
-    successes = "successes (95 % interval)"
+    successes = "result (of rates: 95 % interval)"
+    if evaluation.control_hz is not None and evaluation.success.successes:
+        seconds = evaluation.mean_of("success_step") / evaluation.control_hz
+        rows.append(("mean time to success", f"{seconds:.2f} s"))
+    if not math.isnan(jump := evaluation.mean_of("seam_jump")):
+        within = evaluation.mean_of("inner_jump")
+        rows.append(("jump onto a new chunk", f"{jump:.4f} ({within:.4f} within chunks)"))
+    if waited := evaluation.mean_of("waited"):
+        rows.append(("steps that it waited", f"{waited:.1f}"))
     screen.print(table(("", successes), rows, right=(successes,)))
     failed = [str(outcome.seed) for outcome in evaluation.outcomes if not outcome.success]
     screen.print(f"failed seeds: {', '.join(failed) or 'none'}")

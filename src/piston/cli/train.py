@@ -1,7 +1,9 @@
-"""`piston train PRESET` and `piston stats PRESET`: the commands that take a preset and overrides.
+"""`piston train PRESET`, `piston stats PRESET`, and `piston distill CHECKPOINT`.
 
-`piston train` ends with 0 after the last step; with 130 or 143 when Ctrl-C or SIGTERM stopped it,
-everything saved; with 1 after an error.
+They take a preset, or a checkpoint's own configuration, and overrides of its options.
+
+`piston train` and `piston distill` end with 0 after the last step; with 130 or 143 when Ctrl-C or
+SIGTERM stopped them, everything saved; with 1 after an error.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import os
 import re
 import shlex
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -39,6 +42,7 @@ from piston.config import (
     RsqrtDecaySchedule,
     TrainConfig,
 )
+from piston.models.configs import Pi0Config
 from piston.progress import ProgressBar
 from piston.robots import RobotInputs
 from piston.robots.description import read_robot, with_robot
@@ -69,10 +73,18 @@ REGISTRY = ConstructorRegistry()
 
 
 def run_train(args: list[str]) -> int:
+    return _train(lambda: parse(args))
+
+
+def run_distill(args: list[str]) -> int:
+    return _train(lambda: parse_distilled(args))
+
+
+def _train(parse: Callable[[], TrainConfig]) -> int:
     is_first = int(os.environ.get("RANK", 0)) == 0
     if not is_first:  # the first process of torchrun logs for all of them
         logging.getLogger().setLevel(logging.WARNING)
-    config = parse(args)
+    config = parse()
     from piston.training.loop import TrainingStopped, train_loop  # imports torch
 
     try:
@@ -122,15 +134,91 @@ def _parse(
     preset, robot = presets.get(first), _robot_given(args)
     if robot is not None:
         preset = with_robot(preset, robot)
-    default = make(preset)
+    return _override(make(preset), others, f"{prog} {first}", f"{description}\n\n{_about(preset)}")
+
+
+def _override(default: Any, words: Sequence[str], prog: str, description: str) -> Any:
+    """Return a configuration with the options that the words give."""
     return parse_words(
         type(default),
-        others,
-        f"{prog} {first}",
+        words,
+        prog,
         default=default,
-        description=f"{description}\n\n{first}: {_about(preset)}",
+        description=description,
         registry=REGISTRY,
         config=(tyro.conf.AvoidSubcommands,),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class DistillArguments:
+    """Teach a trained flow policy to denoise a chunk in one step, or in a few.
+
+    It trains on the data of the checkpoint, with its own options and half of its steps and
+    learning rate. Half of the samples of noise train ordinary denoising, so that ten steps still
+    work; in the others one large step learns to lead where ten ordinary ones lead. Images and
+    prompt are read by frozen weights.
+    """
+
+    config: Annotated[TrainConfig, tyro.conf.arg(name="")]
+
+
+def parse_distilled(args: Sequence[str]) -> TrainConfig:
+    """Return the configuration that distils a checkpoint: `CHECKPOINT --exp-name NAME`."""
+    description = inspect.getdoc(DistillArguments) or ""
+    first, *others = args or ["--help"]
+    if first.startswith("-"):
+        if first in ("-h", "--help"):
+            paragraphs = (textwrap.fill(part, 79) for part in description.split("\n\n"))
+            print("usage: piston distill CHECKPOINT [OPTIONS]", *paragraphs, sep="\n\n")
+            print("\n`piston distill CHECKPOINT --help` lists the options, those of train.")
+            raise SystemExit(0)
+        raise UsageError(f"The checkpoint comes first: piston distill DIR {shlex.join(args)}")
+    from piston import assets
+    from piston.inference.loading import find_config  # imports torch
+
+    folder = assets.resolve(first)
+    advice = "Fine-tune it with `piston train PRESET --weights …` first, and distil the result."
+    default = DistillArguments(distilled(find_config(folder, advice=advice), folder))
+    arguments: DistillArguments = _override(
+        default, others, f"piston distill {first}", f"{description}\n\n{_about(default.config)}"
+    )
+    model = arguments.config.model
+    if not isinstance(model, Pi0Config) or model.distilled_steps is None:
+        raise ValueError("--model.distilled-steps is None: there would be nothing to learn.")
+    return arguments.config
+
+
+def distilled(config: TrainConfig, checkpoint: Path) -> TrainConfig:
+    """Return how a checkpoint that was trained with `config` is distilled to one step."""
+    model = config.model
+    if not isinstance(model, Pi0Config):
+        raise ValueError(f"{checkpoint} is a {model.family}, which does not denoise.")
+    if model.distilled_steps is not None:
+        raise ValueError(f"{checkpoint} was distilled already, to {model.distilled_steps} steps.")
+    num_steps, schedule = max(1, config.num_train_steps // 2), config.lr_schedule
+    warmup = schedule.warmup_steps // 2
+    schedule = dataclasses.replace(schedule, peak_lr=schedule.peak_lr / 2, warmup_steps=warmup)
+    if isinstance(schedule, CosineDecaySchedule):
+        decay_steps = max(warmup + 1, schedule.decay_steps // 2)
+        decay_lr = schedule.decay_lr / 2
+        schedule = dataclasses.replace(schedule, decay_steps=decay_steps, decay_lr=decay_lr)
+    # Adapters stay adapters: what they adapt is frozen.
+    adapted = ("action_expert.*", "!action_expert.*lora*") if model.action_expert.lora else ()
+    return dataclasses.replace(
+        config,
+        exp_name=tyro.MISSING,
+        model=dataclasses.replace(model, distilled_steps=1),
+        # The statistics are those that the checkpoint was trained with.
+        data=config.data.with_assets(str(checkpoint.resolve() / "assets")),
+        weights=str(checkpoint.resolve()),
+        allow_missing=("suffix.time.target.*",),
+        freeze=("vision.*", "vlm.*", *adapted),
+        noise_draws=max(2, config.noise_draws),
+        num_train_steps=num_steps,
+        lr_schedule=schedule,
+        resume=False,
+        overwrite=False,
     )
 
 

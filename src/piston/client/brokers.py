@@ -24,12 +24,12 @@ import logging
 import math
 from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
 from piston.client.client import TRANSIENT
-from piston.client.limits import checked_actions
+from piston.client.limits import checked_actions, metadata_of
 from piston.client.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -90,6 +90,8 @@ class ActionChunkBroker:
 
     policy: Policy
     execute_horizon: int | None = None
+    # The part of a chunk that is executed if `execute_horizon` is not given.
+    default_share: ClassVar[float] = 1.0
 
     def __post_init__(self) -> None:
         if self.execute_horizon is not None and self.execute_horizon < 1:
@@ -99,7 +101,7 @@ class ActionChunkBroker:
     def infer(self, observation: Mapping[str, Any]) -> dict[str, Any]:
         if self._plan is None or self._plan.step >= self._plan.horizon:
             result = self.policy.infer(observation)
-            self._plan = _Plan(result, self.execute_horizon, 1.0, before=self._plan)
+            self._plan = _Plan(result, self.execute_horizon, self.default_share, before=self._plan)
         return self._plan.next_step()
 
     def reset(self) -> None:
@@ -158,49 +160,101 @@ class _Request:
 
     answer: Future[Mapping[str, Any]]
     step: int  # of the plan, when the chunk was asked for
-    call: int  # calls of `infer` until then
+    time: int  # control steps until then
 
 
 @dataclasses.dataclass(eq=False, repr=False)
 class AsyncChunkBroker(ActionChunkBroker):
     """Ask for the next chunk once `execute_horizon` steps of this one are executed; do not wait.
 
-    `execute_horizon` is half of a chunk by default; the rest must last until the policy answers.
-    Only the first call of an episode waits. If the next chunk is late, the last action is repeated
-    with `held` in the result (`when_exhausted="hold"`), or ChunkExhausted is raised.
+    `execute_horizon` is half of a chunk by default; the rest must last until the policy answers. If
+    answers took longer than that lately, the next is asked for earlier. Only the first call of an
+    episode waits. If the next chunk is late, the last action is repeated with `held` in the result
+    (`when_exhausted="hold"`), or ChunkExhausted is raised.
+
+    The expected delay is the largest of the last `delay_window` measured ones, or their
+    `delay_quantile`.
 
     An error of the policy is raised by the next call; an error that may pass (connection, timeout,
     busy) only when the chunk is used up, and the policy is asked again meanwhile.
+
+    `infer` is `ask` and then `act`. A policy that has `submit(observation) -> Future` computes
+    where it likes; any other is called in a thread.
     """
 
+    default_share: ClassVar[float] = 0.5
     _: dataclasses.KW_ONLY
     when_exhausted: Literal["hold", "raise"] = "hold"
+    delay_window: int = 10
+    delay_quantile: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.when_exhausted not in ("hold", "raise"):
             raise ValueError(f"when_exhausted is 'hold' or 'raise'; found {self.when_exhausted!r}.")
+        if self.delay_window < 1 or not 0 <= self.delay_quantile <= 1:
+            raise ValueError(
+                f"delay_window is 1 or more and delay_quantile within 0 … 1; found "
+                f"{self.delay_window} and {self.delay_quantile}."
+            )
         self._worker = Worker("piston chunks")
         self._request: _Request | None = None
-        self._num_calls = 0
-        # Calls of `infer` between the last requests and their answers.
-        self._delays: collections.deque[int] = collections.deque(maxlen=10)
+        self._time = 0
+        # Control steps between the last requests and their answers.
+        self._delays: collections.deque[int] = collections.deque(maxlen=self.delay_window)
         # Since construction: steps without an action of their own, and requests that failed.
         self.num_held = 0
         self.num_failures = 0
 
+    @property
+    def delay(self) -> int | None:
+        """Control steps that a request is expected to take; None before it is known."""
+        return self._measured_delay(self.delay_quantile)
+
+    @property
+    def median_delay(self) -> int | None:
+        """Control steps that half of the last requests took at most; None before there is any."""
+        return self._measured_delay(0.5)
+
+    def _measured_delay(self, quantile: float) -> int | None:
+        ordered = sorted(self._delays)
+        return ordered[max(0, math.ceil(quantile * len(ordered)) - 1)] if ordered else None
+
     def infer(self, observation: Mapping[str, Any]) -> dict[str, Any]:
-        self._num_calls += 1
+        self.ask(observation)
+        return self.act()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next call of `ask` or `infer` needs its observation."""
         self._take_answer()
         plan = self._plan
-        if plan is None:
-            result = self._worker.submit(self.policy.infer, observation).result()
-            plan = self._plan = _Plan(result, self.execute_horizon, 0.5, before=None)
-        elif self._request is None and plan.step >= plan.horizon:
-            # Copied: a robot may reuse its buffers while this request is still being packed.
-            request = self._prepare(copy.deepcopy(dict(observation)), plan)
+        if plan is None or self._request is not None:
+            return plan is None
+        # What is ahead must last until the answer comes.
+        return plan.step >= plan.horizon or len(plan.ahead) <= (self.delay or 0)
+
+    def ask(self, observation: Mapping[str, Any]) -> None:
+        """Ask for the next chunk if it is time to; call this once per control step."""
+        if not self.is_due:
+            return
+        plan = self._plan
+        # Copied: a robot may reuse its buffers while this request is still being packed.
+        request = self._prepare(copy.deepcopy(dict(observation)), plan)
+        submit = getattr(self.policy, "submit", None)
+        if submit is not None:
+            answer = submit(request)
+        else:
             answer = self._worker.submit(self.policy.infer, request)
-            self._request = _Request(answer, plan.step, self._num_calls)
+        self._request = _Request(answer, 0 if plan is None else plan.step, self._time)
+
+    def act(self) -> dict[str, Any]:
+        """Return the action of this control step; waits only at the start of an episode."""
+        self._take_answer(wait=self._plan is None)
+        plan = self._plan
+        if plan is None:
+            raise ValueError("There is no chunk yet: call ask(observation) first.")
+        self._time += 1
         is_exhausted = len(plan.ahead) == 0
         self.num_held += is_exhausted
         if is_exhausted and self.when_exhausted == "raise":
@@ -218,27 +272,38 @@ class AsyncChunkBroker(ActionChunkBroker):
         # In the worker, so that the policy never does two things at once.
         self._worker.submit(super().reset).result()
 
-    def _prepare(self, observation: Mapping[str, Any], plan: _Plan) -> Mapping[str, Any]:  # noqa: ARG002
-        """Return what to send while a plan is executed."""
+    def _prepare(self, observation: dict[str, Any], plan: _Plan | None) -> dict[str, Any]:  # noqa: ARG002
+        """Return what to send while a plan is executed; None: at the start of an episode."""
         return observation
 
-    def _take_answer(self) -> None:
-        """Switch to the next chunk if it has arrived."""
+    def _take_answer(self, wait: bool = False) -> None:
+        """Switch to the next chunk if it has arrived, from the step that is next to execute."""
         request, plan = self._request, self._plan
-        if request is None or plan is None or not request.answer.done():
+        if request is None or not (wait or request.answer.done()):
             return
-        self._request = None
         try:
             result = request.answer.result()
         except TRANSIENT as error:
+            self._request = None
+            if plan is None:
+                raise
             self.num_failures += 1
             if not len(plan.ahead):
                 raise
             logger.warning("No new chunk (%d actions are left): %s", len(plan.ahead), error)
             return
-        step = plan.step - request.step
-        self._plan = _Plan(result, self.execute_horizon, 0.5, step, before=plan)
-        self._delays.append(self._num_calls - request.call)
+        except BaseException:
+            self._request = None
+            raise
+        self._request = None
+        step = 0 if plan is None else plan.step - request.step
+        new = _Plan(result, self.execute_horizon, self.default_share, step, before=plan)
+        if plan is not None:
+            self._delays.append(self._time - request.time)
+            if not len(new.ahead):
+                logger.warning("A chunk came after all its %d steps had passed.", step)
+                return
+        self._plan = new
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -246,39 +311,76 @@ class RealTimeBroker(AsyncChunkBroker):
     """Real-time chunking: the next chunk continues what is executed while it is computed.
 
     Each request carries `rtc`: the actions still ahead (`previous_chunk`, beginning with this
-    step's), how many of them will be executed before the answer arrives (`delay`), and how many
-    steps of the chunk are past (`execute_horizon`). A policy that supports it makes the next chunk
-    agree: in its first `delay` actions fully, in the following ones less and less.
+    step's), how many of them will be executed before the answer arrives (`delay`), how many steps
+    of the chunk are past (`execute_horizon`), and the `kind`. A `trained` policy continues the
+    first `delay` actions as it was trained to (`piston train --max-delay`). Any other flow policy
+    is `guided`: its chunk agrees in these actions, and in the following ones less and less.
 
-    The delay is estimated as the largest of the last `delay_window` measured ones, or their
-    `delay_quantile`. Before there are any it is `initial_delay`: by default all that is ahead.
+    The kind is `trained` if the policy's metadata say that it can be, else `guided`. While answers
+    take longer than the policy was trained for, requests are guided, with a warning; if the kind is
+    given as `trained`, they are an error.
+
+    Before a delay is measured it is `initial_delay`: by default all that is ahead, or the longest
+    that the policy was trained for.
     """
 
     _: dataclasses.KW_ONLY
     initial_delay: int | None = None
-    delay_window: int = 10
-    delay_quantile: float = 1.0
+    kind: Literal["trained", "guided"] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.delay_window < 1 or not 0 <= self.delay_quantile <= 1:
-            raise ValueError(
-                f"delay_window is 1 or more and delay_quantile within 0 … 1; found "
-                f"{self.delay_window} and {self.delay_quantile}."
-            )
-        self._delays = collections.deque(maxlen=self.delay_window)
+        if self.kind not in (None, "trained", "guided"):
+            raise ValueError(f"kind is 'trained', 'guided' or None; found {self.kind!r}.")
+        self._has_warned = False
 
     @property
     def delay(self) -> int | None:
-        """Control steps that a request is expected to take; None before it is known."""
-        if not self._delays:
-            return self.initial_delay
-        ordered = sorted(self._delays)
-        return ordered[max(0, math.ceil(self.delay_quantile * len(ordered)) - 1)]
+        measured = super().delay
+        return self.initial_delay if measured is None else measured
 
-    def _prepare(self, observation: Mapping[str, Any], plan: _Plan) -> Mapping[str, Any]:
-        if (num_ahead := len(plan.ahead)) == 0:
+    def _prepare(self, observation: dict[str, Any], plan: _Plan | None) -> dict[str, Any]:
+        num_ahead = 0 if plan is None else len(plan.ahead)
+        kind, longest = self._kind(num_ahead)  # raises at once if the policy cannot do it
+        if plan is None or num_ahead == 0 or kind == "none":
             return observation
-        delay = num_ahead if self.delay is None else min(self.delay, num_ahead)
-        rtc = {"previous_chunk": plan.ahead, "delay": delay, "execute_horizon": plan.step}
-        return {**observation, "rtc": rtc}
+        # A chunk that came late may be at its first step: some step of it has to be executed.
+        executed = max(1, plan.step)
+        delay = longest if self.delay is None else self.delay
+        delay = min(delay, num_ahead, len(plan.actions) - executed)
+        rtc = {"previous_chunk": plan.ahead, "delay": delay, "execute_horizon": executed}
+        return {**observation, "rtc": rtc | ({} if kind is None else {"kind": kind})}
+
+    def _kind(self, num_ahead: int) -> tuple[str | None, int]:
+        """Return the kind of the next request, and the longest delay that it can be for.
+
+        None: the server has to decide; "none": no kind can be asked for.
+        """
+        about = (metadata_of(self.policy) or {}).get("rtc", {})
+        kinds = about.get("kinds")
+        if kinds is None:  # a server that does not tell what it can do
+            return self.kind, num_ahead
+        if not kinds or self.kind not in (None, *kinds):
+            can = " or ".join(kinds) if kinds else "none at all"
+            raise ValueError(
+                f"Real-time chunking of kind {self.kind or 'guided'!r} is not possible with this "
+                f"policy: it can do {can}. Use AsyncChunkBroker (--execution async), or train with "
+                "--max-delay."
+            )
+        if "trained" not in kinds or self.kind == "guided":
+            return "guided", num_ahead
+        longest = int(about["max_delay"])
+        if self.delay is None or self.delay <= longest:
+            return "trained", longest
+        message = (
+            f"Answers take {self.delay} control steps, but the policy was trained for delays of at "
+            f"most {longest} (--max-delay)."
+        )
+        if self.kind == "trained":
+            raise ValueError(f"{message} Make inference faster, or train for longer delays.")
+        instead = "guided" if "guided" in kinds else "none"
+        if not self._has_warned:
+            self._has_warned = True
+            done = "guided instead" if instead == "guided" else "made without real-time chunking"
+            logger.warning("%s Such requests are %s.", message, done)
+        return instead, num_ahead

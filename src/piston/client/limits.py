@@ -64,9 +64,7 @@ class Limits:
     @classmethod
     def of_policy(cls, agent: object) -> Limits | None:
         """Return the limits in the metadata of an agent or of the policy it wraps; None if none."""
-        while agent is not None and not hasattr(agent, "metadata"):
-            agent = getattr(agent, "policy", None)
-        return cls.of_metadata(getattr(agent, "metadata", None))
+        return cls.of_metadata(metadata_of(agent))
 
     @classmethod
     def of_metadata(cls, metadata: object) -> Limits | None:
@@ -157,6 +155,13 @@ def _bound(name: str, given: npt.ArrayLike | None, default: float) -> np.ndarray
             f"{name} is a number or a list of one number per dimension, not NaN; found {given!r}."
         )
     return bound
+
+
+def metadata_of(agent: object) -> Any:
+    """Return the metadata of an agent or of the policy that it wraps; None if there are none."""
+    while agent is not None and not hasattr(agent, "metadata"):
+        agent = getattr(agent, "policy", None)
+    return getattr(agent, "metadata", None)
 
 
 def checked_actions(

@@ -282,6 +282,12 @@ class TrainConfig:
                 f"{self.model.family} learns tokens, without noise or padded actions."
             )
 
+        if getattr(self.model, "distilled_steps", None) and self.noise_draws < 2:
+            raise ValueError(
+                f"--noise-draws is {self.noise_draws}; expected at least 2 to distil: half of them "
+                "train ordinary denoising, the others the steps that replace it."
+            )
+
     def _check_mixture(self) -> None:
         """Raise ValueError if the actions of different robots would be mixed up in the loss."""
         if self.data is tyro.MISSING:

@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 import tyro
 
@@ -243,6 +243,10 @@ class DataSource(abc.ABC):
     def robot(self) -> str:
         """Return the robot's name, or the names of several."""
 
+    @abc.abstractmethod
+    def with_assets(self, assets_dir: str) -> DataSource:
+        """Return the same with statistics of this folder, under the names that they have."""
+
 
 @dataclasses.dataclass(frozen=True)
 class DataConfigFactory(_DataOptions, DataSource):
@@ -262,22 +266,31 @@ class DataConfigFactory(_DataOptions, DataSource):
     def entries(self) -> Mapping[str, DataConfigFactory]:
         return {"": self}
 
+    @property
+    def asset_id(self) -> str | None:
+        """The name of the folder with its statistics; None if it has no data set."""
+        if self.assets.asset_id is not None or self.repo_id is tyro.MISSING:
+            return self.assets.asset_id
+        # `owner/name` as it is, and the name of a folder that is elsewhere
+        path = Path(self.repo_id)
+        elsewhere = path.is_absolute() or ".." in path.parts
+        return path.resolve().name if elsewhere else path.as_posix()
+
+    def with_assets(self, assets_dir: str) -> Self:
+        return dataclasses.replace(self, assets=AssetsConfig(assets_dir, self.asset_id))
+
     @abc.abstractmethod
     def create(self, assets_dirs: Path, model_config: ModelConfig) -> DataConfig:
         """Return the pipeline for this model. Reads no files."""
 
     def create_base_config(self, assets_dirs: Path, model_config: ModelConfig) -> DataConfig:
         """Return what is common to all robots' pipelines; a robot adds its transforms."""
-        repo_id = asset_id = None if self.repo_id is tyro.MISSING else self.repo_id
-        if repo_id is not None:  # `owner/name` as it is, and the name of a folder that is elsewhere
-            path = Path(repo_id)
-            elsewhere = path.is_absolute() or ".." in path.parts
-            asset_id = path.resolve().name if elsewhere else path.as_posix()
+        repo_id = None if self.repo_id is tyro.MISSING else self.repo_id
         options = {f.name: getattr(self, f.name) for f in dataclasses.fields(_DataOptions)}
         return DataConfig(
             **{**options, "repo_id": repo_id},
             assets_dir=self.assets.assets_dir or str(assets_dirs),
-            asset_id=self.assets.asset_id or asset_id,
+            asset_id=self.asset_id,
             model_transforms=ModelTransformFactory(self.default_prompt, self.subtasks)(
                 model_config
             ),
@@ -325,6 +338,10 @@ class MixtureDataConfig(DataSource):
     @property
     def robot(self) -> str:
         return ", ".join(self.robots)
+
+    def with_assets(self, assets_dir: str) -> MixtureDataConfig:
+        robots = {name: one.with_assets(assets_dir) for name, one in self.robots.items()}
+        return dataclasses.replace(self, robots=robots)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,30 +1,32 @@
-"""Load a policy from a checkpoint: configuration, statistics, tensors; on CPUs also in eight bits.
+"""Load a policy from a checkpoint: configuration, statistics, tensors.
 
 A folder that the trainer wrote is self-contained. Any other checkpoint holds only a model, so that
 a preset has to say which robot it is for.
-
-In eight bits each row of a weight matrix and each token's activation have a scale of their own, so
-that one large number costs precision only in its own row. Products are exact in integers. Norms,
-embeddings, attention and the small maps of the suffix stay as they are.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
-from jaxtyping import Float, Int8
-from torch import Tensor, nn
 
 from piston import assets, presets, weights
 from piston.config import TRAIN_SECTION, DataConfig, DataConfigFactory, TrainConfig, UnknownRobot
 from piston.files import read_json_object
+from piston.inference import exported
+from piston.inference.compiled import (
+    Buckets,
+    GraphEngine,
+    camera_counts,
+    compile_graphs,
+    usual_steps,
+)
+from piston.inference.packing import pack_for_inference, quantize_for_inference
 from piston.inference.policy import Policy
 from piston.models.configs import GEMMA, VISION, Dtype
-from piston.models.lora import merge_adapters
-from piston.models.precision import Linear
+from piston.models.model import Model
 from piston.robots import RobotInputs
 from piston.robots.description import DescribedRobotDataConfig, with_robot
 from piston.robots.image_text import ImageTextDataConfig
@@ -52,6 +54,36 @@ def load_policy(location: str | Path, **options: Any) -> Policy:
     return next(iter(policies.values()))
 
 
+class PolicyParts(NamedTuple):
+    """A model and its robots by their names; the name of a single robot is empty."""
+
+    model: Model
+    configs: dict[str, TrainConfig]
+    pipelines: dict[str, DataConfig]
+
+    def buckets(self, max_batch: int) -> Buckets:
+        """Return the shapes that the robots can send, for batches of up to `max_batch`."""
+        config, robots = self.model.config, (one.robot_metadata for one in self.pipelines.values())
+        return Buckets.of(config, camera_counts(robots, config), max_batch)
+
+    def compiled(self, num_steps: int | None, max_batch: int) -> GraphEngine:
+        """Return graphs for so many denoising steps; None: as many as the model was made for."""
+        steps = num_steps or usual_steps(self.model)
+        graphs, device = compile_graphs(self.model, steps), next(self.model.parameters()).device
+        return GraphEngine(self.model, graphs, self.buckets(max_batch), steps, device=device)
+
+    def policies(self, engine: GraphEngine | None, **options: Any) -> dict[str, Policy]:
+        return {
+            name: Policy(
+                *(self.model, self.pipelines[name]),
+                metadata=config.policy_metadata,
+                engine=engine,
+                **options,
+            )
+            for name, config in self.configs.items()
+        }
+
+
 def load_policies(
     location: str | Path,
     *,
@@ -61,6 +93,9 @@ def load_policies(
     dtype: PolicyDtype | None = None,
     default_prompt: str | None = None,
     default_robot: str | None = None,
+    compile: bool = False,
+    max_batch: int = 1,
+    num_steps: int | None = None,
     **options: Any,
 ) -> dict[str, Policy]:
     """The policies of a checkpoint by the names of its robots; they share one model.
@@ -68,16 +103,105 @@ def load_policies(
     The name of a single robot is empty. `dtype` None holds and computes as the checkpoint says.
     `preset` is for checkpoints without a configuration of their own, such as foreign ones. `robot`
     is the name of one of several robots; a description replaces the preset's robot, or the keys of
-    the checkpoint's own. A `default_robot` that the checkpoint does not have is an error. `options`
-    are the policy's: num_steps, seed, rtc_jacobian, subtask_interval.
+    the checkpoint's own. A `default_robot` that the checkpoint does not have is an error. `compile`
+    compiles the model for batches of up to `max_batch` when it warms up. A file that `piston
+    export` wrote is compiled already. `num_steps` is what the checkpoint or file says, unless
+    given. `options` are the policy's: candidates, seed, rtc_jacobian, subtask_interval.
     """
+    if max_batch != 1 and not compile:
+        raise ValueError("max_batch is for compiled policies: set compile=True, or leave it out.")
+    chosen: dict[str, Any] = {
+        "robot": robot,
+        "default_prompt": default_prompt,
+        "default_robot": default_robot,
+    }
+    if is_exported(location):
+        if preset is not None or dtype is not None or compile:
+            raise ValueError(
+                f"{location} is compiled, with its robot and its dtype: leave out --preset, "
+                "--dtype and --compile."
+            )
+        parts, engine = _load_exported(location, device=device, **chosen)
+        if num_steps not in (None, engine.num_steps):
+            raise ValueError(
+                f"{location} is compiled for {engine.num_steps} denoising steps, not {num_steps}. "
+                "Leave out --num-steps, or export the checkpoint with that number."
+            )
+        return parts.policies(engine, **options)
+    parts = load_parts(location, preset=preset, device=device, dtype=dtype, **chosen)
+    if compile:
+        return parts.policies(parts.compiled(num_steps, max_batch), num_steps=num_steps, **options)
+    pack_for_inference(parts.model)
+    return parts.policies(None, num_steps=num_steps, **options)
+
+
+def is_exported(location: str | Path) -> bool:
+    """Whether a location is that of a compiled file, by its name."""
+    return str(location).endswith(exported.SUFFIX)
+
+
+def export_policy(
+    location: str | Path,
+    file: Path,
+    *,
+    num_steps: int | None = None,
+    max_batch: int = 8,
+    **options: Any,
+) -> None:
+    """Compile a checkpoint into one file, for this machine. `options` are those of `load_parts`."""
+    parts = load_parts(location, **options)
+    steps = num_steps or usual_steps(parts.model)
+    exported.export(file, *parts, parts.buckets(max_batch), steps)
+
+
+def _load_exported(
+    location: str | Path,
+    *,
+    robot: RobotInputs | str | None,
+    device: str | torch.device | None,
+    default_prompt: str | None,
+    default_robot: str | None,
+) -> tuple[PolicyParts, GraphEngine]:
+    if isinstance(robot, RobotInputs):
+        raise ValueError(f"{location} contains its robot: leave out --robot FILE.")
+    file = assets.resolve(location)
+    found = exported.load(file, None if device is None else _usable_device(device))
+    known = {name or one.config.data.robot: name for name, one in found.robots.items()}
+    for name in (robot, default_robot):
+        if name is not None and name not in known:
+            raise UnknownRobot.named(name, known)
+    robots = found.robots if robot is None else {known[robot]: found.robots[known[robot]]}
+    configs = {name: _with_prompt(one.config, default_prompt) for name, one in robots.items()}
+    pipelines = {
+        name: dataclasses.replace(
+            configs[name].data_config(),
+            norm_stats=one.norm_stats,
+            use_quantile_norm=one.use_quantile_norm,
+            entry=name,
+        )
+        for name, one in robots.items()
+    }
+    return PolicyParts(found.model, configs, pipelines), found.engine
+
+
+def load_parts(
+    location: str | Path,
+    *,
+    preset: str | TrainConfig | None = None,
+    robot: RobotInputs | str | None = None,
+    device: str | torch.device | None = None,
+    dtype: PolicyDtype | None = None,
+    default_prompt: str | None = None,
+    default_robot: str | None = None,
+) -> PolicyParts:
+    """Load the model of a checkpoint, and the pipelines of its robots, as `load_policies` does."""
     device = _usable_device(device)
     if dtype is not None and dtype not in _HELD:
         raise ValueError(f"dtype is {dtype!r}; expected one of {', '.join(_HELD)}.")
     if dtype == "int8" and device.type != "cpu":
         raise ValueError(f"int8 is for CPUs, the device is {device}. Use bfloat16 there.")
     folder = assets.resolve(location)
-    config = _find_config(folder, preset)
+    config = find_config(folder, preset)
     # The slot in which all robots of a mixture show the picture of a question.
     entries = config.data.entries.values()
     slot = next((one.slot for one in entries if isinstance(one, ImageTextDataConfig)), None)
@@ -108,10 +232,7 @@ def load_policies(
     )
     if dtype == "int8":
         quantize_for_inference(model)
-    return {
-        name: Policy(model, pipelines[name], metadata=config.policy_metadata, **options)
-        for name, config in each.items()
-    }
+    return PolicyParts(model, each, pipelines)
 
 
 def _robot_configs(
@@ -131,9 +252,15 @@ def random_policy(
     *,
     robot: RobotInputs | str | None = None,
     default_prompt: str | None = None,
+    compile: bool = False,
+    max_batch: int = 1,
+    num_steps: int | None = None,
     **options: Any,
 ) -> Policy:
-    """Return a tiny model with random weights and the preset's robot, to test what is around it."""
+    """Return a tiny model with random weights and the preset's robot, to test what is around it.
+
+    Further options are those of `load_policies`.
+    """
     config = presets.get(preset) if isinstance(preset, str) else preset
     if isinstance(robot, str):
         config = config.for_robot(robot)
@@ -159,7 +286,9 @@ def random_policy(
     entry = robot if isinstance(robot, str) else ""
     pipeline = dataclasses.replace(pipeline, norm_stats={}, entry=entry)
     model = weights.build_model(model_config)
-    return Policy(model, pipeline, metadata=config.policy_metadata, **options)
+    parts = PolicyParts(model, {"": config}, {"": pipeline})
+    engine = parts.compiled(num_steps, max_batch) if compile else None
+    return parts.policies(engine, num_steps=num_steps, **options)[""]
 
 
 def _with_keys(config: TrainConfig, robot: RobotInputs) -> TrainConfig:
@@ -198,8 +327,15 @@ def _usable_device(device: str | torch.device | None) -> torch.device:
     return chosen
 
 
-def _find_config(folder: Path, preset: str | TrainConfig | None) -> TrainConfig:
-    """Return the given preset, else the configuration that the trainer wrote with the tensors."""
+def find_config(
+    folder: Path,
+    preset: str | TrainConfig | None = None,
+    advice: str = "Name a preset (--preset pi0_aloha); `piston presets` lists them.",
+) -> TrainConfig:
+    """Return the given preset, else the configuration that the trainer wrote with the tensors.
+
+    `advice` is what to do if there is neither.
+    """
     if preset is not None:
         return presets.get(preset) if isinstance(preset, str) else preset
     path = folder / "config.json"
@@ -211,10 +347,7 @@ def _find_config(folder: Path, preset: str | TrainConfig | None) -> TrainConfig:
             f"{folder / str(steps[-1])}."
         )
     if section is None:
-        raise ValueError(
-            f"{folder} holds a model but does not say which robot it is for. Name a preset "
-            "(--preset pi0_aloha); `piston presets` lists them."
-        )
+        raise ValueError(f"{folder} holds a model but does not say which robot it is for. {advice}")
     return presets.train_config_from_json(section, f"{path}: {TRAIN_SECTION}")
 
 
@@ -224,7 +357,7 @@ def _with_own_metadata(preset: TrainConfig, folder: Path) -> TrainConfig:
     Among them are the limits of the actions, which are in the robot's own units.
     """
     try:
-        own = _find_config(folder, None)
+        own = find_config(folder, None)
     except ValueError:  # it has no configuration, or one that is not known here
         return preset
     robots = [(type(one), getattr(one, "description", None)) for one in (own.data, preset.data)]
@@ -246,58 +379,3 @@ def _with_statistics(data: DataConfig, folder: Path, preset: str) -> DataConfig:
         norm_stats, quantiles = theirs
         return dataclasses.replace(data, norm_stats=norm_stats, use_quantile_norm=quantiles)
     return data.with_norm_stats(preset)
-
-
-class Int8Linear(nn.Module):
-    """A linear map whose weight is held, and multiplied, in eight bits."""
-
-    weight: Int8[Tensor, "o i"]
-    scale: Float[Tensor, " o"]
-
-    def __init__(self, linear: Linear) -> None:
-        super().__init__()
-        weight, scale = _quantize(linear.weight.detach().float())
-        self.register_buffer("weight", weight)
-        self.register_buffer("scale", scale[:, 0])
-        self.bias = linear.bias
-
-    def forward(self, x: Float[Tensor, "*b i"]) -> Float[Tensor, "*b o"]:
-        result: Float[Tensor, "*b o"] = _Product.apply(x, self)
-        return result
-
-
-class _Product(torch.autograd.Function):
-    """The gradient is that of the linear map without rounding, which has none itself.
-
-    Real-time chunking differentiates through the network.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: Int8Linear) -> Tensor:
-        ctx.layer = layer
-        whole, scale = _quantize(x.reshape(-1, x.shape[-1]).float())
-        result = torch._int_mm(whole, layer.weight.t()).float().mul_(scale).mul_(layer.scale)
-        if layer.bias is not None:
-            result += layer.bias
-        return result.to(x.dtype).view(*x.shape[:-1], -1)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (gradient,) = gradients
-        weight = ctx.layer.weight.to(gradient.dtype) * ctx.layer.scale[:, None].to(gradient.dtype)
-        return gradient @ weight, None
-
-
-def quantize_for_inference(model: nn.Module) -> None:
-    """Replace every large matrix of the vision tower and the experts, in place."""
-    merge_adapters(model)
-    for module in model.modules():
-        for name, child in module.named_children():
-            if isinstance(child, Linear):
-                setattr(module, name, Int8Linear(child))
-
-
-def _quantize(x: Float[Tensor, "r i"]) -> tuple[Int8[Tensor, "r i"], Float[Tensor, "r 1"]]:
-    """Return whole numbers and the scale of each row: x ≈ whole · scale."""
-    scale = x.abs().amax(dim=1, keepdim=True).clamp_(min=torch.finfo(x.dtype).tiny) / 127
-    return (x / scale).round_().to(torch.int8), scale

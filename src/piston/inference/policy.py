@@ -8,6 +8,8 @@ gives, and answers a `question`.
 from __future__ import annotations
 
 import itertools
+import logging
+import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, get_args
@@ -17,9 +19,11 @@ import torch
 from torch import Tensor
 
 from piston.config import DataConfig, UnknownRobot
+from piston.inference.candidates import choose_candidate, uncertainty
+from piston.inference.compiled import GraphEngine
 from piston.inference.subtasks import SubtaskInterval, SubtaskMemory
 from piston.models.flow import Pi0
-from piston.models.integrator import Guidance, Jacobian, guidance_weights
+from piston.models.integrator import Committed, Guidance, Jacobian, guidance_weights
 from piston.models.language import END_ID, PADDING_ID
 from piston.models.model import ActOptions, Model
 from piston.observation import Observation, stack_samples
@@ -29,6 +33,10 @@ from piston.transforms.prompts import TokenizePrompt
 # Keys of a request besides the robot's own.
 REQUEST_KEYS = ("noise", "seed", "rtc", "robot", "session")
 _RTC_STEPS = ("delay", "execute_horizon")
+# A black image is computed as often as fits into this time, and at least once.
+_SECONDS_TO_MEASURE = 0.1
+
+logger = logging.getLogger(__name__)
 
 
 class PreparedObservation(Mapping[str, Any]):
@@ -67,18 +75,39 @@ class Policy:
         data: DataConfig,
         *,
         metadata: Mapping[str, Any] | None = None,
-        num_steps: int = 10,
+        num_steps: int | None = None,
+        candidates: int = 1,
         seed: int | None = None,
         rtc_jacobian: Jacobian = "full",
         subtask_interval: str | int = "1",
+        engine: GraphEngine | None = None,
     ) -> None:
-        if not isinstance(num_steps, int) or num_steps < 1:
-            raise ValueError(f"num_steps must be a whole number of at least 1, is {num_steps!r}.")
+        """`engine` computes actions in place of the model, for the same number of steps."""
+        defaults = {"num_steps": None, "candidates": 1}
+        for name, count in (("num_steps", num_steps), ("candidates", candidates)):
+            if count is not None and (type(count) is not int or count < 1):
+                raise ValueError(f"{name} must be a whole number of at least 1, is {count!r}.")
+            if not model.config.denoises and count != defaults[name]:
+                raise ValueError(
+                    f"{name} is {count}, but {model.config.family} does not denoise: leave it out."
+                )
         if rtc_jacobian not in get_args(Jacobian):
             raise ValueError(f"rtc_jacobian is {rtc_jacobian!r}; it is {get_args(Jacobian)}.")
+        if engine is not None and candidates > 1:
+            raise ValueError(
+                f"candidates is {candidates}, but compiled graphs compute one chunk per request. "
+                "Leave out --candidates, or serve the checkpoint without compiling it."
+            )
+        if engine is not None and num_steps not in (None, engine.num_steps):
+            raise ValueError(
+                f"num_steps is {num_steps}, but the policy is compiled for {engine.num_steps}."
+            )
         self.model = model.eval()
+        self._engine = engine
         self.data = data
-        self.num_steps = num_steps
+        # By default as many steps as the model was made for.
+        self.num_steps = engine.num_steps if engine else num_steps or model.config.num_steps
+        self._candidates = candidates
         self._jacobian: Jacobian = rtc_jacobian
         # Of a chunk, in the robot's steps.
         self._horizon = data.steps_read(model.config.action_horizon)
@@ -89,6 +118,7 @@ class Policy:
         # The robot's name: in the mixture that it was trained with, else that of its table.
         self.robot = data.entry or about.get("robot")
         about |= {"subtasks": True} if data.subtasks else {}
+        about |= {"rtc": self._rtc_metadata()}
         self.metadata = {**about, **(metadata or {})}
         self._subtasks = SubtaskMemory(SubtaskInterval.parse(str(subtask_interval)))
         words = (one for one in data.model_transforms.inputs if isinstance(one, TokenizePrompt))
@@ -98,12 +128,31 @@ class Policy:
         self._random = np.random.default_rng(seed)
 
     @property
+    def _max_delay(self) -> int:
+        """The largest delay that the model was trained with, in control steps; 0: none.
+
+        The last of the committed actions has to be one of the model's, not one between two.
+        """
+        actions = self.model.config.max_delay
+        return (actions - 1) * self.data.action_stride + 1 if actions else 0
+
+    def _rtc_metadata(self) -> dict[str, Any]:
+        """Return what a client has to know to ask for real-time chunking."""
+        can_guide = self._engine is None or self._engine.has_model
+        kinds = ["guided"] if self.model.config.denoises and can_guide else []
+        if not self._max_delay:
+            return {"kinds": kinds}
+        return {"kinds": ["trained", *kinds], "max_delay": self._max_delay}
+
+    @property
     def has_sessions(self) -> bool:
         """Whether requests of one robot depend on each other: it may go on with its subtask."""
         return self.data.subtasks
 
     @property
     def device(self) -> torch.device:
+        if self._engine is not None:
+            return self._engine.device
         return next(self.model.parameters()).device
 
     def infer(
@@ -150,28 +199,57 @@ class Policy:
         """Return the method that answers a request."""
         if prepared.get("question") is not None:
             return self._answer
-        return self._act_guided if "rtc" in prepared.inputs else self._act
+        is_guided = prepared.inputs.get("rtc", {}).get("kind") == "guided"
+        return self._act_guided if is_guided else self._act
 
     def warm_up(self) -> float:
-        """Run once on a black image, so that the first robot does not wait; return the seconds."""
-        started = time.perf_counter()
+        """Run once on a black image, so that the first robot does not wait; return the seconds.
+
+        A compiled policy compiles everything that it will need.
+        """
+        return self._seconds_of_batch(1) if self._engine is None else self._engine.warm_up()
+
+    def best_batch(self, most: int) -> int:
+        """Measure how many requests should share one inference: at most so many.
+
+        The number is doubled as long as this makes a request at least 5 % cheaper: otherwise the
+        first robot would wait for the others, and nobody would gain. Graphs are not measured: they
+        were compiled for a number that somebody chose.
+        """
+        if self._engine is not None:
+            return most
+        best, cost = 1, self._seconds_of_batch(1)
+        while 2 * best <= most:
+            doubled = self._seconds_of_batch(2 * best) / (2 * best)
+            if doubled > 0.95 * cost:
+                break
+            best, cost = 2 * best, doubled
+        logger.info("Requests that share one inference: at most %d, %.3g s each.", best, cost)
+        return best
+
+    def _seconds_of_batch(self, size: int) -> float:
+        """Return how long black images take, as the shortest of several short inferences."""
         config, pixels = self.model.config, self.model.config.image_size
-        black = torch.zeros(1, pixels, pixels, 3, dtype=torch.uint8)
-        words = torch.full((1, config.prompt_length), 2)
+        black = torch.zeros(size, pixels, pixels, 3, dtype=torch.uint8)
+        words = torch.full((size, config.prompt_length), 2)
+        present = torch.ones(size, dtype=torch.bool)
         observation = Observation(
             images=dict.fromkeys(config.cameras, black),
-            image_masks={camera: torch.ones(1, dtype=torch.bool) for camera in config.cameras},
-            state=torch.zeros(1, config.action_dim),
+            image_masks=dict.fromkeys(config.cameras, present),
+            state=torch.zeros(size, config.action_dim),
             tokenized_prompt=words,
             tokenized_prompt_mask=words > 0,
-            writes_text=torch.zeros(1, dtype=torch.bool),
+            writes_text=~present,
         ).to(self.device)
-        # Two tokens of a model that writes them: it may write very many for a black image.
-        steps = self.num_steps if self.model.config.denoises else 2
-        self.model.act(observation, num_steps=steps)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter() - started
+        shortest, began = math.inf, time.perf_counter()
+        while time.perf_counter() - began < _SECONDS_TO_MEASURE:
+            started = time.perf_counter()
+            # Two tokens of a model that writes them: it may write very many for a black image.
+            self.model.act(observation, num_steps=self.num_steps or 2)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            shortest = min(shortest, time.perf_counter() - started)
+        return shortest
 
     def prepare(self, observation: Mapping[str, Any]) -> PreparedObservation:
         """Return the observation with the model's input, and the noise that it starts from.
@@ -237,11 +315,14 @@ class Policy:
             return None
         return self._subtasks.recall(_session(observation), str(observation.get("prompt")))
 
-    def _checked_rtc(self, rtc: Any) -> tuple[np.ndarray, dict[str, int]]:
-        """Return the parts of a real-time request: the old chunk from now on, and two counts."""
-        if not self.model.config.denoises:
-            family = self.model.config.family
-            raise ValueError(f"Real-time chunking needs a flow model; this one is {family}.")
+    def _checked_rtc(self, rtc: Any) -> tuple[np.ndarray, dict[str, Any]]:
+        """Return the parts of a real-time request: the old chunk from now on, kind and counts."""
+        kinds = self._rtc_metadata()["kinds"]
+        if not kinds:
+            raise ValueError(
+                "Real-time chunking needs a flow model, and for a compiled file one that was "
+                f"trained with --max-delay; this is {self.model.config.family}."
+            )
         expected = {"previous_chunk", *_RTC_STEPS}
         if not isinstance(rtc, Mapping) or not expected <= rtc.keys():
             found = f"a dictionary of {sorted(rtc)}" if isinstance(rtc, Mapping) else repr(rtc)[:40]
@@ -258,11 +339,26 @@ class Policy:
                 f"rtc.delay is {steps['delay']} steps, but only {len(previous)} of the old chunk "
                 "are left to be committed to."
             )
-        guidance_weights(self._horizon, **steps)  # refuses numbers that do not fit
-        return previous, steps
+        kind = rtc.get("kind", kinds[0])
+        if kind not in kinds:
+            raise ValueError(
+                f"rtc.kind is {repr(kind)[:40]}; this checkpoint can be {' or '.join(kinds)}."
+                + " Train it with --max-delay for the other." * (kind == "trained")
+            )
+        if kind == "trained" and steps["delay"] > self._max_delay:
+            raise ValueError(
+                f"rtc.delay is {steps['delay']} control steps, but the policy was trained with "
+                f"delays of at most {self._max_delay} (--max-delay {self.model.config.max_delay}, "
+                f"{self.data.action_stride} control steps per action). Make inference faster, ask "
+                "with rtc.kind 'guided', or train with larger delays."
+            )
+        if kind == "guided":
+            guidance_weights(self._horizon, **steps)  # refuses numbers that do not fit
+        return previous, {**steps, "kind": kind}
 
     def _noise(self, observation: Mapping[str, Any]) -> np.ndarray:
-        shape = (self.model.config.action_horizon, self.model.config.action_dim)
+        chunk = (self.model.config.action_horizon, self.model.config.action_dim)
+        shape = chunk if self._candidates == 1 else (self._candidates, *chunk)
         if observation.get("noise") is not None:
             noise = np.asarray(observation["noise"])
             numbers = np.issubdtype(noise.dtype, np.number)
@@ -280,17 +376,54 @@ class Policy:
     ) -> list[dict[str, Any]]:
         if self.model.config.denoises:
             noise = self._tensor([one.inputs["noise"] for one in prepared])
-            options = ActOptions(noise, num_steps=self.num_steps, guidance=guidance)
+            options = ActOptions(
+                noise,
+                num_steps=self.num_steps,
+                guidance=guidance,
+                committed=self._committed(prepared) if guidance is None else None,
+            )
         else:
             options = ActOptions()
         with torch.no_grad():
-            response = self.model.act_with(self._observed(prepared), options)
-        chunks = response.actions.cpu().numpy()  # waits until the device has finished
+            response = (self._engine or self.model).act_with(self._observed(prepared), options)
+        actions = response.actions.cpu()  # waits until the device has finished
+        paths = [None] * len(prepared) if response.path is None else response.path.cpu().unbind(1)
         texts = [None] * len(prepared) if response.text is None else response.text.tolist()
         return [
-            {**one.policy.to_robot(one.inputs, chunk), **one.policy._subtask(one, text)}
-            for one, chunk, text in zip(prepared, chunks, texts, strict=True)
+            {**one.policy._result(one, chunk, path), **one.policy._subtask(one, text)}
+            for one, chunk, path, text in zip(prepared, actions, paths, texts, strict=True)
         ]
+
+    def _result(
+        self, prepared: PreparedObservation, chunk: Tensor, path: Tensor | None
+    ) -> dict[str, Any]:
+        """Return the robot's actions for a chunk or the best of several, and their uncertainty."""
+        about = {}
+        if path is not None:
+            stats = (self.data.norm_stats or {}).get("actions")
+            path = path if path.ndim == 4 else path[:, None]
+            path = path if stats is None else path[..., : stats.dim]
+            found = uncertainty(path)
+            about = {"uncertainty": found} if found else {}
+            if chunk.ndim == 3:
+                chunk = chunk[choose_candidate(path[-1])]
+        return {**self.to_robot(prepared.inputs, chunk.numpy()), **about}
+
+    def _committed(self, prepared: Sequence[PreparedObservation]) -> Committed | None:
+        """Return the first actions that requests continue; None if no request does."""
+        requests: list[Mapping[str, Any] | None] = [one.inputs.get("rtc") for one in prepared]
+        if not any(requests):
+            return None
+        config = self.model.config
+        plain = np.zeros((config.action_horizon, config.action_dim))
+        chosen = [rtc or {"delay": 0, "previous_chunk": plain} for rtc in requests]
+        delays = [
+            _num_committed(rtc["delay"], one.policy.data.action_stride)
+            for rtc, one in zip(chosen, prepared)
+        ]
+        steps = torch.arange(config.action_horizon) < torch.tensor(delays)[:, None]
+        previous = self._tensor([rtc["previous_chunk"] for rtc in chosen])
+        return Committed(previous, steps.to(self.device))
 
     def _act_guided(self, prepared: Sequence[PreparedObservation]) -> list[dict[str, Any]]:
         return self._act(prepared, self._guidance(prepared))
@@ -341,10 +474,11 @@ class Policy:
         horizon = self.model.config.action_horizon
         # In the model's steps, of which one may be several of the robot's.
         strides = [one.policy.data.action_stride for one in prepared]
-        weights = [
-            guidance_weights(horizon, *(-(-int(rtc[key]) // stride) for key in _RTC_STEPS))
-            for rtc, stride in zip(requests, strides)
-        ]
+        weights = []
+        for rtc, stride in zip(requests, strides):
+            executed = -(-rtc["execute_horizon"] // stride)
+            delay = min(_num_committed(rtc["delay"], stride), horizon - executed)
+            weights.append(guidance_weights(horizon, delay, executed))
         return Guidance(
             previous=self._tensor([rtc["previous_chunk"] for rtc in requests]),
             weights=torch.stack(weights).to(self.device),
@@ -353,6 +487,15 @@ class Policy:
 
     def _tensor(self, rows: Sequence[np.ndarray]) -> Tensor:
         return torch.from_numpy(np.stack(rows).astype(np.float32)).to(self.device)
+
+
+def _num_committed(delay: int, stride: int) -> int:
+    """Return how many of the model's actions are committed if `delay` of the robot's are.
+
+    One of the model's is `stride` of the robot's, and those between two are interpolated: the
+    model's first action that is not before the last committed one is committed as well.
+    """
+    return 0 if delay == 0 else -(-(delay - 1) // stride) + 1
 
 
 def _session(observation: Mapping[str, Any]) -> Hashable:

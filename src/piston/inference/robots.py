@@ -18,8 +18,8 @@ class RobotPolicies:
             (default,) = policies
         self._policies, self._default = dict(policies), default
         self._first = next(iter(policies.values()))
-        self.model, self.device, self.warm_up = (
-            getattr(self._first, name) for name in ("model", "device", "warm_up")
+        self.model, self.device, self.warm_up, self.best_batch = (
+            getattr(self._first, name) for name in ("model", "device", "warm_up", "best_batch")
         )
         self.has_sessions = any(one.has_sessions for one in policies.values())
         about = {} if default is None else self._policy(default).metadata

@@ -118,13 +118,13 @@ def _denoised(
     policy: Policy, seen: Data, noise: Float[np.ndarray, "h a"]
 ) -> tuple[Float[np.ndarray, "k h a"], list[int]]:
     """Return the path, and the tokens of the text that the model wrote, without its end."""
-    path: list[Tensor] = []
     start = torch.from_numpy(noise[None]).to(policy.device)
-    options = ActOptions(start, num_steps=policy.num_steps, visit=path.append)
-    text = policy.model.act_with(_observed(policy, seen), options).text
+    options = ActOptions(start, num_steps=policy.num_steps)
+    _, text, path = policy.model.act_with(_observed(policy, seen), options)
+    assert path is not None
     words = [] if text is None else text[0].tolist()
     words = list(itertools.takewhile(lambda token: token not in (PADDING_ID, END_ID), words))
-    return torch.cat(path).cpu().numpy(), words
+    return path[:, 0].cpu().numpy(), words
 
 
 def _observed(policy: Policy, seen: Data) -> Observation:

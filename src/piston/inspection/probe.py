@@ -206,7 +206,7 @@ class Probe:
             noise = torch.from_numpy(np.tile(self.noise, (len(seen), 1, 1))).to(policy.device)
             options = ActOptions(num_steps=policy.num_steps)
             cache = dataclasses.replace(cache, state=state)
-            actions = model.denoise(cache, noise, options).cpu().numpy()
+            actions = model.denoise(cache, noise, options)[-1].cpu().numpy()
             drawn = actions.reshape(len(seen), seeds, *actions.shape[1:])
         return [
             np.stack([policy.to_robot(one, chunk)["actions"] for chunk in chunks])

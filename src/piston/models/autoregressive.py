@@ -48,8 +48,10 @@ class Pi0FAST(Model):
         Decoding ends when every row has ended, or after `num_steps` tokens (by default those of the
         configuration).
         """
-        if not (options.noise is None and options.guidance is None):
-            raise ValueError("π0-FAST does not denoise: it can use no noise or guidance.")
+        if not (options.noise is options.guidance is options.committed is None):
+            raise ValueError(
+                "π0-FAST does not denoise: it can use no noise and no real-time chunking."
+            )
         limit = options.num_steps or self.config.max_decoding_steps
         prefix = self.embed_prefix(observation)
         packing = prefix.packing

@@ -280,8 +280,6 @@ class ModelConfig(abc.ABC):
 
     # Whether actions are denoised by a flow; otherwise they are written as tokens.
     denoises: ClassVar[bool] = True
-    # What a flow model learns to write besides.
-    targets: ClassVar[tuple[Target, ...]] = ()
     # Whether the family is trained on randomly changed images.
     uses_augmentation: ClassVar[bool] = True
     # An absent camera is masked out (True), or shown to the model as a black image.
@@ -290,6 +288,21 @@ class ModelConfig(abc.ABC):
     @property
     def action_tokenizer(self) -> str | None:
         """Location of the tokenizer of a model that learns actions as tokens; None for others."""
+        return None
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """What a flow model learns to write besides."""
+        return ()
+
+    @property
+    def max_delay(self) -> int:
+        """The longest delay that a flow model was trained for, in actions of a chunk."""
+        return 0
+
+    @property
+    def num_steps(self) -> int | None:
+        """Denoising steps per chunk, unless others are asked for; None: it does not denoise."""
         return None
 
     @property
@@ -315,7 +328,7 @@ class Pi0Config(ModelConfig):
     discrete_state_input: bool | None = None
     # What the VLM learns to write behind the prompt: `text` (subtasks, answers to questions) and
     # `fast` (the actions as FAST tokens, in training only). None of them: as openpi's models.
-    targets: tuple[Target, ...] = ()  # type: ignore[misc]
+    targets: tuple[Target, ...] = ()
     # The action expert reads detached keys and values, so that the flow loss does not train the
     # VLM (knowledge insulation).
     insulate: bool = False
@@ -326,9 +339,24 @@ class Pi0Config(ModelConfig):
     max_fast_len: int = 256
     # Where the FAST action tokenizer's files are (a folder or a location); None: the public one.
     fast_tokenizer: str | None = None
+    # Trained real-time chunking: the model learns to continue up to this many actions that the
+    # robot is already committed to. They are actions of a chunk: with --data.action-stride each is
+    # several control steps. 0: off.
+    max_delay: Annotated[int, tyro.conf.arg(aliases=("--max-delay",))] = 0
+    # Denoising steps that the model was distilled to (`piston distill`). None: it was not.
+    distilled_steps: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not 0 <= self.max_delay < self.action_horizon:
+            raise ValueError(
+                f"--max-delay is {self.max_delay}; expected 0 to {self.action_horizon - 1}: a "
+                f"chunk has {self.action_horizon} actions, and at least one has to be free."
+            )
+        if self.distilled_steps is not None and not 1 <= self.distilled_steps <= _MAX_COUNT:
+            raise ValueError(
+                f"model.distilled_steps must be at least 1, is {self.distilled_steps}."
+            )
         if len(set(self.targets)) < len(self.targets):
             raise ValueError(f"model.targets names a target twice: {', '.join(self.targets)}.")
         if not 0 < self.token_loss_weight < math.inf:
@@ -357,6 +385,10 @@ class Pi0Config(ModelConfig):
                 f"action_expert.width must be even, for the sines and cosines of time; found "
                 f"{self.action_expert.width}."
             )
+
+    @property
+    def num_steps(self) -> int:
+        return self.distilled_steps or 10
 
     @property
     def family(self) -> str:

@@ -10,7 +10,8 @@ use; MKL, which PyTorch carries too, still can: measured 1,200 to 1,900 GFLOP/s 
 these models on two cores, where float32 reached 300 and oneDNN's bfloat16 165. Products accumulate
 in float32 and are rounded once; the gradient of a float32 weight is not rounded at all.
 
-Nothing happens at import: `choose_product` is called when a model is built.
+Nothing happens at import: `choose_product` is called when a model is built. `PISTON_CPU_PRODUCT` in
+the environment overrides its choice.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 import torch
 from jaxtyping import Float
@@ -29,6 +30,8 @@ from torch import Tensor
 
 # How bfloat16 is multiplied: by PyTorch, in matrix tiles through MKL, or in float32 and rounded.
 Product = Literal["torch", "tiles", "float32"]
+# The environment variable that chooses one of them.
+SWITCH = "PISTON_CPU_PRODUCT"
 
 # The CPUID leaf that holds the sizes of tiles.
 _TILE_LEAF = 0x1D
@@ -48,7 +51,23 @@ def read_cpuinfo(path: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
 
 @functools.cache
 def choose_product() -> Product:
-    """Choose the fastest product of bfloat16 matrices on this CPU.
+    """Choose the product of bfloat16 matrices: what `PISTON_CPU_PRODUCT` names, or the fastest."""
+    fastest = _fastest_product()
+    asked = os.environ.get(SWITCH)
+    if asked is None:
+        return fastest
+    if asked not in get_args(Product):
+        raise ValueError(f"{SWITCH} is {asked!r}; expected one of {', '.join(get_args(Product))}.")
+    if asked == "tiles" and _mkl_product() is None:
+        raise ValueError(
+            f"{SWITCH} is tiles, but this build of PyTorch has no MKL to multiply with. Set it to "
+            "torch or float32, or leave it out."
+        )
+    return cast(Product, asked)
+
+
+def _fastest_product() -> Product:
+    """Return the fastest product on this CPU.
 
     Some virtual machines show tiles but end CPUID before the leaf of their sizes: oneDNN then reads
     zeros, and its first product dies with an illegal instruction. There it is kept from trying,
@@ -136,7 +155,7 @@ def tile_product(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) 
 
 @tile_product.register_fake
 def _shape(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:  # noqa: ARG001
-    return a.new_empty(len(a), b.shape[1], dtype=dtype)
+    return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -34,11 +34,17 @@ from torch import Tensor
 from piston.models import language, masks
 from piston.models.configs import Pi0Config
 from piston.models.gemma import Expert, KVCache, Mask, Rope, Tokens
-from piston.models.integrator import integrate
+from piston.models.integrator import Committed, integrate
 from piston.models.masks import TokenGroup
 from piston.models.model import ActOptions, Model, Prefix, Response
 from piston.models.suffix import AdaptiveSuffix, TokenSuffix
 from piston.observation import Actions, Observation
+
+# Of the loss that distils large steps: its weight, the bound of what it is compared with, and how
+# many ordinary steps of a chunk lead there.
+_SHORTCUT_WEIGHT = 1.0
+_MAX_SHORTCUT = 20.0
+_ORDINARY_STEPS = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,14 +72,20 @@ class PrefixCache:
 
 
 class Condition(NamedTuple):
-    """All that depends on time alone, for one time per row."""
+    """All that depends on time alone, for one time per row, or one per row and action."""
 
-    vector: Float[Tensor, "k d"]
-    modulations: list[Float[Tensor, "k 1 d3"]]
+    vector: Float[Tensor, "k _ d"]
+    modulations: list[Float[Tensor, "k _ d3"]]
 
     def at(self, row: int) -> Condition:
         """Return one time, which a whole batch can share."""
         parts = [part[row : row + 1] for part in (self.vector, *self.modulations)]
+        return Condition(parts[0], parts[1:])
+
+    def replaced(self, other: Condition, where: Bool[Tensor, "b h"]) -> Condition:
+        """Return a condition per action: that of `other` for the actions that are named."""
+        pairs = zip((self.vector, *self.modulations), (other.vector, *other.modulations))
+        parts = [torch.where(where[..., None], theirs, ours) for ours, theirs in pairs]
         return Condition(parts[0], parts[1:])
 
 
@@ -97,14 +109,18 @@ class Pi0(Model):
     def draw(
         self, batch_size: int, num_draws: int = 1, generator: torch.Generator | None = None
     ) -> dict[str, Tensor]:
-        """Draw `noise` (b, n, h, a) and `time` (b, n)."""
+        """Draw `noise` (b, n, h, a), `time` (b, n) and, with `max_delay`, `delay` (b, n)."""
         if num_draws < 1:
             raise ValueError(f"num_draws must be at least 1, is {num_draws}.")
+        shape = (batch_size, num_draws)
         chunk = (self.config.action_horizon, self.config.action_dim)
-        return {
-            "noise": torch.randn(batch_size, num_draws, *chunk, generator=generator),
-            "time": sample_time((batch_size, num_draws), generator),
+        drawn = {
+            "noise": torch.randn(*shape, *chunk, generator=generator),
+            "time": sample_time(shape, generator),
         }
+        if longest := self.config.max_delay:
+            drawn["delay"] = torch.randint(longest + 1, shape, generator=generator)
+        return drawn
 
     def training_losses(
         self, observation: Observation, actions: Tensor | None, draws: Mapping[str, Tensor]
@@ -112,11 +128,14 @@ class Pi0(Model):
         """Return `velocity`: the squared error of every number of the velocity.
 
         Of a model with targets also `tokens`: the weighted cross-entropy of what it has to write.
+        Of a model that is being distilled also `shortcut`, which the second half of the draws is
+        for.
         """
         if actions is None:
             raise ValueError(f"The loss of {self.config.family} needs actions; there are none.")
         losses: dict[str, Float[Tensor, " b"] | Float[Tensor, "b h a"]] = {}
-        if self.config.targets:
+        # What is distilled is denoising; the VLM is frozen then.
+        if self.config.targets and self.config.distilled_steps is None:
             prefix, inputs = self._inputs(observation)
             output, caches = self.vlm(*inputs)
             loss = language.next_token_loss(self.vlm, output, prefix.packing, observation)
@@ -124,15 +143,65 @@ class Pi0(Model):
             cache = self._behind(prefix, caches, observation.state)
         else:
             cache = self.prefill(observation)
-        error = self.velocity_error(cache, actions, draws["noise"], draws["time"])
+        if self.config.distilled_steps is not None and draws["time"].shape[1] > 1:
+            halves = {name: values.chunk(2, dim=1) for name, values in draws.items()}
+            draws, others = ({name: part[i] for name, part in halves.items()} for i in (0, 1))
+            error = self.shortcut_error(cache, actions, **others)
+            losses["shortcut"] = _SHORTCUT_WEIGHT * error.mean(1)
+        error = self.velocity_error(cache, actions, **draws)
         return {"velocity": error.mean(1), **losses}
 
     def velocity_error(
-        self, cache: PrefixCache, actions: Tensor, noise: Tensor, time: Tensor
+        self,
+        cache: PrefixCache,
+        actions: Tensor,
+        noise: Tensor,
+        time: Tensor,
+        delay: Tensor | None = None,
     ) -> Float[Tensor, "b n h a"]:
         """Return the squared error of the velocity for several draws that share one prefix.
 
-        `noise` has shape (b, n, h, a) and `time` (b, n).
+        `noise` has shape (b, n, h, a), `time` (b, n). With `delay` (b, n) the first actions of
+        each draw are clean, at time 0, and have no part in the error.
+        """
+        noisy, cache, clean = self._noisy(cache, actions, noise, time, delay)
+        velocity = self.velocity(noisy, self._condition(time.flatten(), clean), cache)
+        target = (noise - actions[:, None]).flatten(0, 1)
+        return self._squared_error(velocity, target, clean).view(noise.shape)
+
+    def shortcut_error(
+        self,
+        cache: PrefixCache,
+        actions: Tensor,
+        noise: Tensor,
+        time: Tensor,
+        delay: Tensor | None = None,
+    ) -> Float[Tensor, "b n h a"]:
+        """Return the squared error of one large step, against where ordinary small ones lead.
+
+        The large steps are those of a chunk that is denoised in `distilled_steps`; each draw takes
+        the one that its time belongs to. The small steps are the model's own.
+        """
+        num_steps = self.config.distilled_steps or 1
+        start, size = (time * num_steps).ceil() / num_steps, 1 / num_steps
+        noisy, cache, clean = self._noisy(cache, actions, noise, start, delay)
+        begin, parts = start.flatten(), max(2, round(_ORDINARY_STEPS / num_steps))
+
+        def small_step(actions: Actions, step: int) -> Actions:
+            return size * self.velocity(
+                actions, self._condition(begin - size * step / parts, clean), cache
+            )
+
+        end = integrate(small_step, noisy, parts, committed=clean)[-1]
+        target = ((noisy - end) / size).clamp(-_MAX_SHORTCUT, _MAX_SHORTCUT)
+        velocity = self.velocity(noisy, self._condition(begin, clean, begin - size), cache)
+        return self._squared_error(velocity, target, clean).view(noise.shape)
+
+    def _noisy(
+        self, cache: PrefixCache, actions: Tensor, noise: Tensor, time: Tensor, delay: Tensor | None
+    ) -> tuple[Actions, PrefixCache, Committed | None]:
+        """Return the noisy actions of all draws as rows, a cache with as many rows, and what is
+        clean of them.
         """
         batch = len(cache.state)
         self._check_chunk("actions", actions, (batch,))
@@ -142,20 +211,57 @@ class Pi0(Model):
                 f"time has shape {tuple(time.shape)}, expected one number per draw of noise: "
                 f"{tuple(noise.shape[:2])}."
             )
-        t = time[:, :, None, None]
-        noisy_actions = t * noise + (1 - t) * actions[:, None]
-        if time.shape[1] > 1:
-            cache = cache.repeat(time.shape[1])
-        velocity = self.velocity(noisy_actions.flatten(0, 1), time.flatten(), cache)
-        return (velocity.view(noise.shape) - (noise - actions[:, None])).square()
+        t, num_draws = time[:, :, None, None], time.shape[1]
+        noisy = (t * noise + (1 - t) * actions[:, None]).flatten(0, 1)
+        if num_draws > 1:
+            cache = cache.repeat(num_draws)
+        if delay is None:
+            return noisy, cache, None
+        steps = torch.arange(self.config.action_horizon, device=delay.device)
+        is_clean = steps < delay.flatten()[:, None]
+        clean = Committed(actions.repeat_interleave(num_draws, 0), is_clean)
+        return clean.keep(noisy), cache, clean
+
+    def _condition(
+        self,
+        time: Float[Tensor, " b"],
+        clean: Committed | None,
+        target: Float[Tensor, " b"] | None = None,
+    ) -> Condition:
+        """Return the condition of each row's time, and of time 0 for clean actions."""
+        condition = self.condition(time, target)
+        if clean is None:
+            return condition
+        return condition.replaced(self.condition(time.new_zeros(1)), clean.steps)
+
+    def _squared_error(
+        self, velocity: Actions, target: Actions, clean: Committed | None
+    ) -> Float[Tensor, "b h a"]:
+        """Return the squared error, 0 for clean actions; the others make up for those on average.
+
+        The number of clean actions is uniform from 0 to `max_delay`.
+        """
+        error = (velocity - target).square()
+        if clean is None:
+            return error
+        horizon = self.config.action_horizon
+        share = 1 - self.config.max_delay / 2 / horizon
+        return error.masked_fill(clean.steps[..., None], 0) / share
 
     def act_with(self, observation: Observation, options: ActOptions) -> Response:
         """Write the response text, if the model has one, and integrate from noise to actions.
 
-        There are 10 steps by default.
+        There are `config.num_steps` by default.
         """
-        if options.temperature:
-            raise ValueError(f"{self.config.family} decodes no tokens: it can use no temperature.")
+        if options.temperature or options.visit is not None:
+            raise ValueError(
+                f"{self.config.family} decodes no tokens: it can use no temperature and no visit."
+            )
+        if options.committed is not None and not self.config.max_delay:
+            raise ValueError(
+                f"This {self.config.family} was trained without --max-delay, so it cannot continue "
+                "committed actions. Use guidance."
+            )
         noise, batch = options.noise, observation.batch_size
         if noise is None:
             drawn = self.draw(batch, generator=options.generator)["noise"]
@@ -164,11 +270,15 @@ class Pi0(Model):
         self._check_chunk("noise", noise, (batch, *candidates))
         cache, text = self.respond(observation)
         if candidates:
-            cache, guidance = cache.repeat(candidates[0]), options.guidance
-            repeated = None if guidance is None else guidance.repeat(candidates[0])
-            options = dataclasses.replace(options, guidance=repeated)
+            cache, times = cache.repeat(candidates[0]), candidates[0]
+            repeated: dict[str, Any] = {
+                name: None if one is None else one.repeat(times)
+                for name, one in (("guidance", options.guidance), ("committed", options.committed))
+            }
+            options = dataclasses.replace(options, **repeated)
         start = noise.flatten(0, 1) if candidates else noise
-        return Response(self.denoise(cache, start, options).view(noise.shape), text)
+        path = self.denoise(cache, start, options).unflatten(1, noise.shape[:-2])
+        return Response(path[-1], text, path)
 
     def respond(self, observation: Observation) -> tuple[PrefixCache, Int[Tensor, "b n"] | None]:
         """Process images and prompt, and let the samples that have to write their response text.
@@ -188,7 +298,7 @@ class Pi0(Model):
             ended=~writes.to(observation.device),
         )
         state, visible = observation.state, written.visible
-        return self._suffix_inputs(written.caches, state, visible.shape[1], visible), written.tokens
+        return self.suffix_inputs(written.caches, state, visible.shape[1], visible), written.tokens
 
     def _writes_text(self, observation: Observation) -> Bool[Tensor, " b"] | None:
         """Return which samples write their text themselves; None if no sample does."""
@@ -203,16 +313,25 @@ class Pi0(Model):
 
     def denoise(
         self, cache: PrefixCache, noise: Float[Tensor, "b h a"], options: ActOptions
-    ) -> Actions:
-        """Return the actions that the noise becomes, for prefixes that were processed before."""
-        num_steps = options.num_steps or 10
-        condition = self.condition(1 - torch.arange(num_steps, device=noise.device) / num_steps)
+    ) -> Float[Tensor, "k b h a"]:
+        """Return how the noise becomes actions, for prefixes that were processed before.
+
+        The first is the noise, the last are the actions.
+        """
+        num_steps, committed = options.num_steps or self.config.num_steps, options.committed
+        times = 1 - torch.arange(num_steps, device=noise.device) / num_steps
+        # A distilled model learned steps of one size; all others are ordinary ones.
+        is_shortcut = num_steps == self.config.distilled_steps
+        condition = self.condition(times, times - 1 / num_steps if is_shortcut else None)
+        clean = None if committed is None else self.condition(times.new_zeros(1))
 
         def velocity(actions: Actions, step: int) -> Actions:
-            return self.velocity(actions, condition.at(step), cache)
+            now = condition.at(step)
+            if committed is not None and clean is not None:
+                now = now.replaced(clean, committed.steps)
+            return self.velocity(actions, now, cache)
 
-        visit = options.visit or (lambda _: None)
-        return integrate(velocity, noise, num_steps, options.guidance, visit)
+        return integrate(velocity, noise, num_steps, options.guidance, committed)
 
     def prefill(self, observation: Observation) -> PrefixCache:
         """Run images, prompt and given text through the VLM; nothing is written.
@@ -248,9 +367,9 @@ class Pi0(Model):
         detached = self.config.insulate and torch.is_grad_enabled()
         if detached or visible.longest < packing.size:
             caches = [cache.first(visible.longest, detached=detached) for cache in caches]
-        return self._suffix_inputs(caches, state, visible.longest, visible.mask())
+        return self.suffix_inputs(caches, state, visible.longest, visible.mask())
 
-    def _suffix_inputs(
+    def suffix_inputs(
         self,
         caches: list[KVCache],
         state: Float[Tensor, "b _"],
@@ -284,9 +403,13 @@ class Pi0(Model):
         output = self.suffix_output(noisy_actions, time, cache)
         return self.suffix.action_out(output[:, -noisy_actions.shape[1] :].float())
 
-    def condition(self, time: Float[Tensor, " k"]) -> Condition:
-        vector = self.suffix.condition(time.float())
-        return Condition(vector, self.action_expert.modulate(vector.to(self.compute_dtype)))
+    def condition(
+        self, time: Float[Tensor, " k"], target: Float[Tensor, " k"] | None = None
+    ) -> Condition:
+        """Return all that depends on times alone; of a distilled model, also on target times."""
+        vector = self.suffix.condition(time.float(), target)
+        modulations = self.action_expert.modulate(vector.to(self.compute_dtype))
+        return Condition(vector[:, None], modulations)
 
     def prefix_output(self, observation: Observation) -> Float[Tensor, "b t d"]:
         """Return the VLM's output per token of the padded prefix; only for verification."""
@@ -297,7 +420,7 @@ class Pi0(Model):
         self, noisy_actions: Tensor, time: Tensor | Condition, cache: PrefixCache
     ) -> Float[Tensor, "b s d"]:
         """Return the action expert's output for every suffix token."""
-        batch = len(cache.state)
+        batch = cache.state.shape[0]
         self._check_chunk("noisy_actions", noisy_actions, (batch,))
         if not isinstance(time, Condition) and time.shape not in ((batch,), (1,)):
             raise ValueError(

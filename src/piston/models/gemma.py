@@ -37,8 +37,9 @@ _WAVELENGTH = 10_000.0
 Tokens = Float[Tensor, "b t d"]
 # Which of the cached tokens (columns) each new token (row) attends to; None: all of them.
 Mask = Bool[Tensor, "#b #t s"] | None
-# Scale, shift and gate of an adaptive norm, side by side. None for a plain norm.
-Modulation = Float[Tensor, "#b 1 d3"] | None
+# Scale, shift and gate of an adaptive norm, side by side, for all tokens or for each. None for a
+# plain norm.
+Modulation = Float[Tensor, "#b #t d3"] | None
 
 
 class Rope(NamedTuple):
@@ -132,7 +133,7 @@ class AdaptiveRMSNorm(nn.Module):
         super().__init__()
         self.modulation = ZeroLinear(width, 3 * width)
 
-    def forward(self, x: Tokens, modulation: Modulation) -> tuple[Tokens, Float[Tensor, "#b 1 d"]]:
+    def forward(self, x: Tokens, modulation: Modulation) -> tuple[Tokens, Float[Tensor, "#b #t d"]]:
         assert modulation is not None
         scale, shift, gate = modulation.chunk(3, dim=-1)
         normed = nn.functional.rms_norm(x.float(), x.shape[-1:], None, _EPSILON)
@@ -180,7 +181,7 @@ class MLP(nn.Module):
         self.down = make_linear(size.mlp_dim, size.width, lora)
 
     def forward(self, x: Tokens) -> Tokens:
-        return self.down(nn.functional.gelu(self.gate(x), approximate="tanh") * self.up(x))
+        return self.down(self.up.times(x, self.gate.gelu(x)))
 
 
 class ExpertLayer(nn.Module):

@@ -1,16 +1,19 @@
-"""The integrator: from noise to actions along a flow model's velocity, plain or guided.
+"""The integrator: from noise to actions along a flow model's velocity.
 
-Guidance is real-time chunking: the new chunk continues the actions that the robot is already
-committed to. While a chunk executes, the next is computed. The first `delay` steps of the new chunk
-will have passed when it arrives, so they must equal the old chunk; the steps after them should
-change gradually. Denoising is guided towards the old chunk with weights that fall from 1 to 0:
+Real-time chunking continues the actions that the robot is already committed to. While a chunk
+executes, the next is computed. The first `delay` steps of the new chunk will have passed when it
+arrives, so they must equal the old chunk, and the steps after them must follow on smoothly.
+
+A model that was trained for it (`Committed`) reads the committed steps as they are, at time 0, and
+denoises the others. Any other model is guided (`Guidance`): a correction towards the old chunk is
+added to its velocity, with weights that fall from 1 to 0:
 
     weight 1 ────────┐
                       ╲__                          step   0 … delay      committed
            0             ╲_____________                   delay … H − s  soft
              delay      H − s        H                    H − s … H      free
 
-Dims: b batch, h horizon, a action dim.
+Dims: b batch, h horizon, a action dim, k times.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from piston.observation import Actions
@@ -29,7 +32,29 @@ from piston.observation import Actions
 Jacobian = Literal["full", "identity"]
 # The velocity of noisy actions at the given step of the integrator.
 Velocity = Callable[[Actions, int], Actions]
-Visit = Callable[[Tensor], object]
+
+
+@dataclasses.dataclass(frozen=True)
+class Committed:
+    """The first steps of a chunk that are known already, in the model's space.
+
+    For a model that was trained with `max_delay`.
+    """
+
+    # The old chunk from now on.
+    previous: Float[Tensor, "b h a"]
+    # The steps of it that are executed before the new chunk arrives.
+    steps: Bool[Tensor, "b h"]
+
+    def keep(self, actions: Actions) -> Actions:
+        """Return the actions with the committed steps in place."""
+        return torch.where(self.steps[..., None], self.previous, actions)
+
+    def repeat(self, times: int) -> Committed:
+        """Return the same for every sample repeated `times` in a row."""
+        return Committed(
+            self.previous.repeat_interleave(times, 0), self.steps.repeat_interleave(times, 0)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,22 +101,22 @@ def integrate(
     noise: Float[Tensor, "b h a"],
     num_steps: int,
     guidance: Guidance | None = None,
-    visit: Visit = lambda _: None,
-) -> Actions:
+    committed: Committed | None = None,
+) -> Float[Tensor, "k b h a"]:
     """Integrate from noise (time 1) to actions (time 0) in equal Euler steps.
 
-    `visit` is called with the noisy actions at times 1, 1 − 1/num_steps, …, 0.
+    Return the noisy actions at times 1, 1 − 1/num_steps, …, 0: the last are the result.
     """
-    actions = noise.float()
+    keep = (lambda actions: actions) if committed is None else committed.keep
+    path = [keep(noise.float())]
     for step in range(num_steps):
-        visit(actions)
+        actions = path[-1]
         if guidance is None:
             direction = velocity(actions, step)
         else:
             direction = _guided_velocity(velocity, actions, step, num_steps, guidance)
-        actions = actions - direction / num_steps
-    visit(actions)
-    return actions
+        path.append(keep(actions - direction / num_steps))
+    return torch.stack(path)
 
 
 def _guided_velocity(

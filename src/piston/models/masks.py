@@ -74,6 +74,12 @@ class Packing:
         order = valid.byte().argsort(dim=1, descending=True, stable=True)
         return cls(valid, order[:, :longest], lengths)
 
+    @classmethod
+    def aligned(cls, lengths: Int[Tensor, " b"], size: int) -> Packing:
+        """Return rows of a given size whose valid tokens are on the left already."""
+        valid = left_aligned(lengths, size)
+        return cls(valid, torch.arange(size, device=lengths.device).expand_as(valid), lengths)
+
     def to(self, device: torch.device) -> Packing:
         lengths = None if self.lengths is None else send(self.lengths, device)
         return Packing(send(self.valid, device), send(self.source, device), lengths)
@@ -117,7 +123,7 @@ def suffix_mask(
 ) -> Bool[Tensor, "b s t"]:
     """Return what suffix tokens attend to: which tokens of the prefix, and among themselves."""
     prefix_size = prefix.shape[1]
-    valid = torch.cat((prefix, prefix.new_ones(len(prefix), len(starts_block))), dim=1)
+    valid = torch.cat((prefix, prefix.new_ones(prefix.shape[0], len(starts_block))), dim=1)
     starts = torch.cat((starts_block.new_zeros(prefix_size), starts_block))
     return block_mask(valid, starts[None])[:, prefix_size:]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from piston.models import masks
 from piston.models.configs import ModelConfig
 from piston.models.gemma import Expert, KVCache, Mask, Rope, Tokens
-from piston.models.integrator import Guidance, Visit
+from piston.models.integrator import Committed, Guidance
 from piston.models.masks import TokenGroup
 from piston.models.siglip import VisionTower, to_unit_range
 from piston.observation import Image, Observation, send
@@ -43,6 +43,9 @@ class Response(NamedTuple):
 
     actions: Tensor
     text: Int[Tensor, "b n"] | None = None
+    # Of a model that denoises, the noisy actions at the times of the integrator, noise first: with
+    # the axes of the actions behind the one of times.
+    path: Float[Tensor, "k ..."] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,11 +58,11 @@ class ActOptions:
     # Steps of the integrator, or at most so many decoded tokens; None is the model's usual number.
     num_steps: int | None = None
     generator: torch.Generator | None = None
-    # Towards the previous chunk.
+    # Real-time chunking: towards the previous chunk, or with its first actions as they are.
     guidance: Guidance | None = None
-    # Is called with the noisy actions before each step of the integrator, and with the result; of a
-    # model that decodes tokens, with the logits (b, vocabulary) of each token.
-    visit: Visit | None = None
+    committed: Committed | None = None
+    # Of a model that decodes tokens: is called with the logits (b, vocabulary) of each token.
+    visit: Callable[[Tensor], object] | None = None
     # Of decoding; 0 takes the likeliest token.
     temperature: float = 0.0
 
@@ -214,5 +217,5 @@ class Model(nn.Module, abc.ABC):
         if mask is None and packing.lengths is not None:
             # A row without any token attends to its first padding, so that its output is finite.
             mask = masks.left_aligned(packing.lengths.clamp(min=1), packing.size)[:, None]
-        caches = self.vlm.empty_caches(len(tokens), capacity, tokens)
+        caches = self.vlm.empty_caches(tokens.shape[0], capacity, tokens)
         return tokens, caches, Rope.at(positions, self.config.vlm.head_dim), mask

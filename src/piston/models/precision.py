@@ -50,6 +50,16 @@ class Linear(nn.Linear):
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return nn.functional.linear(x, self.weight.to(x.dtype), bias)
 
+    # What follows a product in an MLP: packed weights (`inference.packing`) do both at once.
+
+    def gelu(self, x: Float[Tensor, "*b i"]) -> Float[Tensor, "*b o"]:
+        return nn.functional.gelu(self(x), approximate="tanh")
+
+    def times(
+        self, x: Float[Tensor, "*b i"], factor: Float[Tensor, "*b o"]
+    ) -> Float[Tensor, "*b o"]:
+        return self(x) * factor
+
 
 def linear_in_float32(
     x: Float[Tensor, "*b i"],

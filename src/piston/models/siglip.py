@@ -51,7 +51,7 @@ class MLP(nn.Module):
         self.down = Linear(size.mlp_dim, size.width)
 
     def forward(self, x: Float[Tensor, "n t d"]) -> Float[Tensor, "n t d"]:
-        return self.down(nn.functional.gelu(self.up(x), approximate="tanh"))
+        return self.down(self.up.gelu(x))
 
 
 class Block(nn.Module):

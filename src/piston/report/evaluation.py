@@ -58,7 +58,7 @@ def success(evaluations: Sequence[Evaluation]) -> Markup:
             f"{evaluation.held} it was still solved at the end. A cell is an episode, its number "
             "the seed of the initial state; pointing at it shows more. Policy "
             f"{evaluation.policy}, {evaluation.execute_horizon} steps of each chunk executed. "
-            "In parentheses: 95 % Wilson intervals."
+            f"{_delayed(evaluation)}In parentheses: 95 % Wilson intervals."
         )
         if evaluation.opposite:
             facts = (
@@ -80,6 +80,29 @@ def success(evaluations: Sequence[Evaluation]) -> Markup:
                 cells.append(tag("span", outcome.seed, class_=look, title=text))
             parts.append(tag("div", *cells, class_="seeds"))
     return join(parts)
+
+
+# What a robot does while its policy computes.
+_EXECUTIONS = {
+    "wait": "waited for",
+    "async": "went on with its chunk during",
+    "guided": "went on during, with guided real-time chunking,",
+    "trained": "went on during, with trained real-time chunking,",
+}
+
+
+def _delayed(evaluation: Evaluation) -> str:
+    """Return a sentence about the delay of answers; nothing if there was none."""
+    if evaluation.delay == 0:
+        return ""
+    steps = f"{evaluation.delay} steps" if evaluation.delay else "the steps that inference took"
+    did = _EXECUTIONS.get(evaluation.execution, evaluation.execution)
+    jump, inner = evaluation.mean_of("seam_jump"), evaluation.mean_of("inner_jump")
+    return (
+        f"The robot {did} {steps} between a request and its answer; the largest change of an "
+        f"action from one step to the next was {jump:.3f} onto a new chunk and {inner:.3f} within "
+        "chunks, on average. "
+    )
 
 
 def _ending(outcome: Outcome) -> str:

@@ -2,6 +2,14 @@
 
 from piston.serving.batching import Policy, PreparingPolicy
 from piston.serving.config import ServerConfig
-from piston.serving.server import Server, run_server, running_server
+from piston.serving.server import MOST_IN_A_BATCH, Server, run_server, running_server
 
-__all__ = ["Policy", "PreparingPolicy", "Server", "ServerConfig", "run_server", "running_server"]
+__all__ = [
+    "MOST_IN_A_BATCH",
+    "Policy",
+    "PreparingPolicy",
+    "Server",
+    "ServerConfig",
+    "run_server",
+    "running_server",
+]

@@ -127,7 +127,7 @@ class Batcher:
         # Why no inference will ever run again.
         self.failure: BaseException | None = None
         self._policy = policy
-        self._max_batch, self._max_wait, self._max_queue = max_batch, max_wait, max_queue
+        self.max_batch, self._max_wait, self._max_queue = max_batch, max_wait, max_queue
         self._queue: collections.deque[_Request] = collections.deque()
         self._rhythms: dict[Hashable, _Rhythm] = {}
         self._source_numbers = itertools.count()
@@ -254,7 +254,7 @@ class Batcher:
             arrived + self._max_wait, max(arrived, self._idle_since) + self._last_seconds
         )
         now = time.perf_counter()
-        if len(self._queue) >= self._max_batch or now >= deadline:
+        if len(self._queue) >= self.max_batch or now >= deadline:
             return 0.0
         waiting = {request.source for request in self._queue}
         others_are_due = any(
@@ -286,14 +286,14 @@ class Batcher:
     def _take_batch(self) -> list[_Request]:
         """Take the next requests from the queue: the first of each source, then the second ones."""
         batch, rest = list(self._queue), []
-        if len(batch) > self._max_batch:
+        if len(batch) > self.max_batch:
             numbers: collections.Counter[Hashable] = collections.Counter()
             turns = []
             for request in batch:
                 turns.append((numbers[request.source], request))
                 numbers[request.source] += 1
             turns.sort(key=lambda turn: turn[0])  # keeps the order of arrival within a turn
-            batch = [request for _, request in turns[: self._max_batch]]
+            batch = [request for _, request in turns[: self.max_batch]]
             taken = set(map(id, batch))
             rest = [request for request in self._queue if id(request) not in taken]
         self._queue = collections.deque(rest)

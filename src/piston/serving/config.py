@@ -34,8 +34,9 @@ class ServerConfig:
     tls_certificate: Path | None = None
     # The private key of the certificate.
     tls_key: Path | None = None
-    # Requests that share one inference. 1 switches batching off.
-    max_batch: int = 8
+    # Requests that share one inference; 1 switches batching off. By default at most 8, and fewer if
+    # a larger batch takes as long per request, which is measured before the server is ready.
+    max_batch: int | None = None
     # How long a request may wait for those of other robots. A robot that is alone never waits.
     max_wait_ms: float = 5.0
     # Requests that may wait for the policy; further ones are told "busy" at once.
@@ -68,8 +69,9 @@ class ServerConfig:
         sizes = ("max_message_bytes", "max_text_length", "max_image_side")
         counts = dict.fromkeys(("max_batch", "max_queue", "max_connections", *sizes), 1)
         for name, least in {**counts, "port": 0, "max_wait_ms": 0}.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected at least {least}.")
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} is {value}; expected at least {least}.")
         timeouts = ("send_timeout_s", "ping_timeout_s", "shutdown_timeout_s")
         for name in (*timeouts, "idle_timeout", "policy_timeout", "request_timeout"):
             if getattr(self, name) <= 0:

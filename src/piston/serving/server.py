@@ -46,6 +46,8 @@ from piston.serving.memory import MemoryReturn, keep_blocks
 logger = logging.getLogger(__name__)
 
 WarmUp = Callable[[], object]
+# Requests that share one inference, where nothing else is asked for.
+MOST_IN_A_BATCH = 8
 
 # websockets logs a traceback for every client that goes away or breaks the protocol.
 _websockets_logger = logging.getLogger(f"{__name__}.websockets")
@@ -66,12 +68,18 @@ class PolicyThreadEnded(OSError):
 
 
 def run_server(
-    policy: Policy, config: ServerConfig | None = None, *, warm_up: WarmUp | None = None
+    policy: Policy,
+    config: ServerConfig | None = None,
+    *,
+    warm_up: WarmUp | None = None,
+    best_batch: Callable[[int], int] | None = None,
 ) -> bool:
     """Serve until SIGTERM or SIGINT, then finish what is in flight.
 
     Returns whether all of it was finished: if not, the policy is still working in its thread.
-    `warm_up` runs first, in the thread that will infer; no client is answered until it is done.
+    `warm_up` runs first, in the thread that will infer; no client is answered until it is done. If
+    the configuration does not say how many requests share an inference, `best_batch` measures it,
+    given the largest number.
     """
 
     def prepare() -> None:
@@ -94,7 +102,7 @@ def run_server(
             loop.add_signal_handler(number, stop)
         await server.run()
 
-    server = Server(policy, config or ServerConfig(), warm_up=prepare)
+    server = Server(policy, config or ServerConfig(), warm_up=prepare, best_batch=best_batch)
     asyncio.run(run_until_signal())
     return server.finished
 
@@ -121,7 +129,12 @@ class Server:
     """One policy on one port. Call `run` once; `stop` may be called from any thread."""
 
     def __init__(
-        self, policy: Policy, config: ServerConfig, *, warm_up: WarmUp | None = None
+        self,
+        policy: Policy,
+        config: ServerConfig,
+        *,
+        warm_up: WarmUp | None = None,
+        best_batch: Callable[[int], int] | None = None,
     ) -> None:
         # The port in use, once `ready` is set: clients are answered from then on.
         self.port = config.port
@@ -129,13 +142,14 @@ class Server:
         self.ready = threading.Event()
         self._config = config
         self._api_key = config.find_api_key()
-        self._warm_up = warm_up
+        self._warm_up, self._best_batch = warm_up, best_batch
         version = importlib.metadata.version("piston")
         about = {"version": version, "protocol": protocol.VERSION, "name": config.name}
         self._metadata = pack({**policy.metadata, "piston": about})
         max_wait = config.max_wait_ms / 1e3
+        max_batch = config.max_batch or MOST_IN_A_BATCH
         self._batcher = Batcher(
-            policy, config.max_batch, max_wait, config.max_queue, config.request_timeout
+            policy, max_batch, max_wait, config.max_queue, config.request_timeout
         )
         self._metrics = metrics.Metrics(protocol.ERROR_TYPES)
         # The sessions of all connections, by the task that runs each.
@@ -166,7 +180,7 @@ class Server:
         self._loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(_DECODING_THREADS))
         listener = await self._listen()
         try:
-            warm = self._batcher.start(self._warm_up)
+            warm = self._batcher.start(self._prepare)
             failed = self._batcher.wait_failed()
             await protocol.first_of(warm, self._stopping.wait(), failed)
             if not warm.cancelled():
@@ -195,6 +209,13 @@ class Server:
             self.finished = self._batcher.stop(timeout=CLOSE_TIMEOUT)
             if not self.finished:
                 logger.warning("The policy is still working; its result is lost.")
+
+    def _prepare(self) -> None:
+        """Make the policy ready, in the thread that will infer."""
+        if self._warm_up is not None:
+            self._warm_up()
+        if self._best_batch is not None and self._config.max_batch is None:
+            self._batcher.max_batch = self._best_batch(MOST_IN_A_BATCH)
 
     async def _listen(self) -> websockets.asyncio.server.Server:
         config = self._config

@@ -72,14 +72,15 @@ class Environment(abc.ABC):
         self.seed: int | None = None
         self.steps = 0
         self.done = True
-        self.ever_succeeded = False
+        # The number of steps after which the task was fulfilled for the first time.
+        self.success_step: int | None = None
 
     def reset(self, seed: int) -> Observation:
         """Start an episode. The same seed always gives the same initial state."""
         if seed < 0:
             raise ValueError(f"The seed is {seed}; expected 0 or more.")
         self._recent.clear()
-        self.seed, self.steps, self.done, self.ever_succeeded = seed, 0, False, False
+        self.seed, self.steps, self.done, self.success_step = seed, 0, False, None
         self._reset(seed)
         return self.observe()
 
@@ -99,7 +100,8 @@ class Environment(abc.ABC):
         reward, success, ended = self._step(action)
         self.steps += 1
         self.done = ended or self.steps >= self.max_steps
-        self.ever_succeeded |= success
+        if success and self.success_step is None:
+            self.success_step = self.steps
         self._recent.append(success)
         return StepResult(reward, success, self.done)
 
@@ -109,12 +111,24 @@ class Environment(abc.ABC):
         return bool(self._recent) and self._recent[-1]
 
     @property
+    def ever_succeeded(self) -> bool:
+        """Whether the task was fulfilled in any step so far."""
+        return self.success_step is not None
+
+    @property
     def held(self) -> bool:
         """Whether the task was fulfilled within the last steps."""
         return any(self._recent)
 
     def close(self) -> None:  # noqa: B027  (most have nothing to release)
         """Release what other environments can use. The environment can be reset again."""
+
+    def resting_action(self, last: Float[np.ndarray, " a"]) -> Float[np.ndarray, " a"]:
+        """Return the action that keeps the robot where it is after the last one.
+
+        Repeating a target does; a robot whose actions are motions has to override this.
+        """
+        return last
 
     def recorded(self, observation: Observation) -> Observation:
         """Return images and state of an observation under the keys of a recorded data set."""

@@ -147,6 +147,10 @@ class MetaworldEnvironment(MujocoEnvironment):
         self.prompt, self.opposite_prompt = task.prompt, task.opposite_prompt
         self.max_steps = task.max_steps
 
+    def resting_action(self, last: Float[np.ndarray, " 4"]) -> Float[np.ndarray, " 4"]:
+        """Do not move the hand, and keep the gripper's effort: actions are motions here."""
+        return np.append(np.zeros_like(last[:3]), last[3])
+
     def _step(self, action: Float[np.ndarray, " 4"]) -> tuple[float, bool, bool]:
         action = np.clip(action, -1.0, 1.0)
         for _ in range(ACTION_REPEAT):

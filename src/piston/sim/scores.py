@@ -32,6 +32,16 @@ class Outcome:
     held: bool
     steps: int
     initial_state: dict[str, Any]
+    # Steps until the task was solved for the first time.
+    success_step: int | None = None
+    # The largest change of any number of the action from one step to the next, on average over the
+    # steps onto a new chunk and over all others; None if there was no such step.
+    seam_jump: float | None = None
+    inner_jump: float | None = None
+    # Steps in which the robot waited for a chunk.
+    waited: int = 0
+    # What the policy said of its chunks (`uncertainty`), averaged over the episode.
+    uncertainty: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +101,12 @@ class Evaluation:
     latency_ms: Mapping[str, float]
     # Whether the prompt asked for the opposite of the task that was scored.
     opposite: bool = False
+    # What the robot did while the policy computed, and for how many control steps: None if these
+    # were measured.
+    execution: str = "wait"
+    delay: int | None = 0
+    # Actions per second of simulated time.
+    control_hz: float | None = None
     # Videos of some episodes.
     videos: tuple[Path, ...] = ()
     # A data set of the last requests of some episodes that failed.
@@ -107,6 +123,11 @@ class Evaluation:
     @property
     def held(self) -> Rate:
         return Rate(sum(outcome.held for outcome in self.outcomes), len(self.outcomes))
+
+    def mean_of(self, name: str) -> float:
+        """Return the mean of a number of the outcomes, over those that have it; NaN if none has."""
+        found = [value for one in self.outcomes if (value := getattr(one, name)) is not None]
+        return float(np.mean(found)) if found else math.nan
 
     @property
     def by_prompt(self) -> dict[str, list[Outcome]]:
@@ -129,6 +150,9 @@ class Evaluation:
             "policy": self.policy,
             "execute_horizon": self.execute_horizon,
             "opposite": self.opposite,
+            "execution": self.execution,
+            "delay": self.delay,
+            "control_hz": self.control_hz,
             "videos": [str(video.relative_to(folder)) for video in self.videos],
             "failures": None if self.failures is None else str(self.failures.relative_to(folder)),
             "episodes": len(self.outcomes),
@@ -163,6 +187,9 @@ def read_evaluation(folder: Path) -> Evaluation:
         **{key: summary[key] for key in ("task", "policy", "execute_horizon", "latency_ms")},
         outcomes=tuple(Outcome(**outcome) for outcome in summary["outcomes"]),
         opposite=summary.get("opposite", False),
+        execution=summary.get("execution", "wait"),
+        delay=summary.get("delay", 0),
+        control_hz=summary.get("control_hz"),
         videos=tuple(sorted((folder / name for name in summary["videos"]), key=_kind_and_seed)),
         failures=folder / summary["failures"] if summary.get("failures") else None,
         trace=Trace(**trace) if trace else None,

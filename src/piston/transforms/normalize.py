@@ -17,6 +17,7 @@ import re
 from collections.abc import Mapping
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -189,6 +190,20 @@ def constant_dimensions(
     return found
 
 
+def norm_stats_from_json(entries: Mapping[str, Any]) -> dict[str, NormStats]:
+    return {
+        key: NormStats(entry["mean"], entry["std"], entry.get("q01"), entry.get("q99"))
+        for key, entry in entries.items()
+    }
+
+
+def norm_stats_to_json(norm_stats: Mapping[str, NormStats]) -> dict[str, Any]:
+    return {
+        key: {name: None if v is None else v.tolist() for name, v in vars(stats).items()}
+        for key, stats in norm_stats.items()
+    }
+
+
 def read_norm_stats(folder: str | Path) -> dict[str, NormStats]:
     """Read the statistics in `folder`, in the file's order."""
     path = Path(folder) / FILE_NAME
@@ -201,11 +216,7 @@ def read_norm_stats(folder: str | Path) -> dict[str, NormStats]:
             f"{FILE_NAME} missing in {folder}. {found} Run: piston stats PRESET"
         )
     try:
-        entries = read_json_object(path)["norm_stats"]
-        return {
-            key: NormStats(entry["mean"], entry["std"], entry.get("q01"), entry.get("q99"))
-            for key, entry in entries.items()
-        }
+        return norm_stats_from_json(read_json_object(path)["norm_stats"])
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
             f'{path} is not a statistics file ({type(error).__name__}: {error}). Expected {{"norm_'
@@ -222,10 +233,7 @@ def write_norm_stats(folder: str | Path, norm_stats: Mapping[str, NormStats]) ->
         exponent = int(number[2])
         return f"{Decimal(number[0]):f}" if exponent == -5 else f"{number[1]}e{exponent}"
 
-    values = {
-        key: {name: None if v is None else v.tolist() for name, v in vars(stats).items()}
-        for key, stats in norm_stats.items()
-    }
+    values = norm_stats_to_json(norm_stats)
     text = json.dumps({"norm_stats": values}, indent=2, ensure_ascii=False)
     path = Path(folder) / FILE_NAME
     write_text(path, re.sub(r"(?m)(?<=^        )(\S+)e([-+]\d+)", exponential, text))

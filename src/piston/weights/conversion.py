@@ -167,8 +167,9 @@ def _check_counterpart(tensors: _Tensors, to: Format) -> None:
         raise ValueError("The model has adapters, which are written only merged: add --merge-lora.")
     if without := sorted(ours for ours in tensors.dtypes if foreign_name(ours) is None):
         raise ValueError(
-            f"{software} have no counterpart of {len(without)} tensors, such as {without[0]}: a "
-            "model with a convolutional stem (--model.vision …,stem=N) exists here only."
+            f"{software} have no counterpart of {len(without)} tensors, such as {without[0]}: "
+            "models with a convolutional stem (--model.vision …,stem=N), and models that were "
+            "distilled (`piston distill`), exist here only."
         )
     if unusual := unusual_fields(config):
         logger.warning(

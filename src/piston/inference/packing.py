@@ -1,0 +1,196 @@
+"""Matrices of a model in the form in which this CPU multiplies them fastest: packed, or in int8.
+
+oneDNN, which multiplies for PyTorch, rearranges the weight of every product before it begins. A
+packed weight is rearranged once, when a policy is loaded, into memory of its own, so that it makes
+no difference whether it came from a file. The gelu and the product of an MLP become part of the
+matrix product. Results are rounded less often than those of the model as it was.
+
+In int8 each row of a weight and each token's activation have a scale of their own, so that one
+large number costs precision only in its own row. Products are exact in integers. The embedding
+table is held in int8 as well, unless the model also writes words with it. Norms, attention and the
+small maps of the suffix stay as they are.
+
+Both are for inference on CPUs. Derivatives with respect to inputs exist, because guided real-time
+chunking needs them; those with respect to weights do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int, Int8, UInt8
+from torch import Tensor, nn
+
+from piston.models.lora import merge_adapters
+from piston.models.model import Model
+from piston.models.precision import Linear
+
+# The unsigned number that stands for zero: products of signed and unsigned bytes are fastest.
+_ZERO = 128
+# Numbers of a weight that are quantized at once.
+_PART = 2**20
+
+
+def pack_for_inference(model: nn.Module) -> None:
+    """Pack every bfloat16 matrix that PyTorch multiplies, in place, where the CPU gains from it."""
+    if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        _replace(model, lambda linear: PackedLinear(linear) if _can_be_packed(linear) else linear)
+
+
+def _can_be_packed(linear: Linear) -> bool:
+    weight = linear.weight
+    is_plain = type(linear).forward is Linear.forward  # and has no adapter
+    held = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+    return is_plain and held and linear.cpu_product == "torch"
+
+
+def quantize_for_inference(model: Model) -> None:
+    """Hold every large matrix of the vision tower and the experts in eight bits, in place."""
+    merge_adapters(model)
+    _replace(model, Int8Linear)
+    if model.config.denoises and not model.config.targets:  # no words are written
+        setattr(model.vlm, "embedding", Int8Embedding(model.vlm.embedding))  # noqa: B010
+
+
+def _replace(model: nn.Module, make: Callable[[Linear], nn.Module]) -> None:
+    for module in model.modules():
+        for name, child in module.named_children():
+            if isinstance(child, Linear):
+                setattr(module, name, make(child))
+
+
+class PackedLinear(nn.Module):
+    """A linear map of bfloat16 numbers with a packed weight."""
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
+        bias = linear.bias
+        self.bias = None if bias is None else bias.detach().to(torch.bfloat16)
+
+    def forward(self, x: Float[Tensor, "*b i"]) -> Float[Tensor, "*b o"]:
+        return self._product(x, "none")
+
+    def gelu(self, x: Float[Tensor, "*b i"]) -> Float[Tensor, "*b o"]:
+        if x.requires_grad:
+            return nn.functional.gelu(self(x), approximate="tanh")
+        return self._product(x, "gelu")
+
+    def times(
+        self, x: Float[Tensor, "*b i"], factor: Float[Tensor, "*b o"]
+    ) -> Float[Tensor, "*b o"]:
+        if x.requires_grad or factor.requires_grad:
+            return self(x) * factor
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(
+            x, factor, self.weight, self.bias, "mul"
+        )
+        return product
+
+    def _product(self, x: Tensor, activation: str) -> Tensor:
+        def multiply(rows: Tensor) -> Tensor:
+            return torch.ops.mkldnn._linear_pointwise(
+                rows, self.weight, self.bias, activation, [], "tanh"
+            )
+
+        return _Product.apply(x, multiply, self.dense) if x.requires_grad else multiply(x)
+
+    def dense(self) -> Float[Tensor, "o i"]:
+        """Return the weight as an ordinary matrix."""
+        return self.weight.to_dense()
+
+
+class Int8Linear(nn.Module):
+    """A linear map whose weight is held, and multiplied, in eight bits."""
+
+    scale: Float[Tensor, " o"]
+    zeros: Tensor
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        whole, scale = _quantize(linear.weight.detach())
+        self.weight = torch.ops.onednn.qlinear_prepack(whole, None)
+        self.register_buffer("scale", scale[:, 0])
+        self.register_buffer("zeros", torch.zeros(len(whole), dtype=torch.int32))
+        self.bias = None if linear.bias is None else linear.bias.detach().float()
+
+    def forward(self, x: Float[Tensor, "*b i"]) -> Float[Tensor, "*b o"]:
+        return (
+            _Product.apply(x, self._multiply, self.dense) if x.requires_grad else self._multiply(x)
+        )
+
+    def gelu(self, x: Float[Tensor, "*b i"]) -> Float[Tensor, "*b o"]:
+        return nn.functional.gelu(self(x), approximate="tanh")
+
+    def times(
+        self, x: Float[Tensor, "*b i"], factor: Float[Tensor, "*b o"]
+    ) -> Float[Tensor, "*b o"]:
+        return self(x) * factor
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        whole, scale = _quantize_tokens(x.reshape(-1, x.shape[-1]))
+        result: Tensor = torch.ops.onednn.qlinear_pointwise(
+            *(whole, 1.0, _ZERO, self.weight, self.scale, self.zeros, None),
+            *(1.0, 0, torch.float32, "none", [], ""),
+        )
+        result = result.mul_(scale) if self.bias is None else self.bias.addcmul(result, scale)
+        return result.to(x.dtype).view(*x.shape[:-1], -1)
+
+    def dense(self) -> Float[Tensor, "o i"]:
+        """Return the weight as an ordinary matrix."""
+        return self.weight.to_dense().t().float() * self.scale[:, None]
+
+
+class Int8Embedding(nn.Module):
+    """An embedding table that is held in eight bits."""
+
+    weight: Int8[Tensor, "v d"]
+    scale: Float[Tensor, "v 1"]
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        whole, scale = _quantize(embedding.weight.detach())
+        self.register_buffer("weight", whole)
+        self.register_buffer("scale", scale)
+
+    def forward(self, token_ids: Int[Tensor, "*b"]) -> Float[Tensor, "*b d"]:
+        return self.weight[token_ids].float() * self.scale[token_ids]
+
+
+class _Product(torch.autograd.Function):
+    """A product whose derivative is that of the linear map, without the rounding."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, multiply: Callable[[Tensor], Tensor], dense: Callable[[], Tensor]
+    ) -> Tensor:
+        ctx.dense = dense
+        return multiply(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = gradients
+        return gradient @ ctx.dense().to(gradient.dtype), None, None
+
+
+def _quantize(x: Float[Tensor, "r i"]) -> tuple[Int8[Tensor, "r i"], Float[Tensor, "r 1"]]:
+    """Return whole numbers and the scale of each row: x ≈ whole · scale."""
+    whole, scale = torch.empty(x.shape, dtype=torch.int8), torch.empty(len(x), 1)
+    size = max(1, _PART // x.shape[1])  # in parts that stay in the cache
+    for part, its_whole, its_scale in zip(x.split(size), whole.split(size), scale.split(size)):
+        its_scale.copy_(_scale(part))
+        its_whole.copy_((part.float() / its_scale).round_())
+    return whole, scale
+
+
+def _quantize_tokens(x: Float[Tensor, "r i"]) -> tuple[UInt8[Tensor, "r i"], Float[Tensor, "r 1"]]:
+    """Return whole numbers and the scale of each row: x ≈ (whole − 128) · scale."""
+    scale = _scale(x)
+    # Rounds to the nearest, because all numbers are positive.
+    return torch.add(_ZERO + 0.5, x / scale).to(torch.uint8), scale
+
+
+def _scale(x: Float[Tensor, "r i"]) -> Float[Tensor, "r 1"]:
+    largest = torch.maximum(x.amax(dim=1, keepdim=True), -x.amin(dim=1, keepdim=True)).float()
+    return largest.clamp_(min=torch.finfo(torch.float32).tiny) / 127

@@ -1,0 +1,122 @@
+"""Run by `test_static.py` in a process of its own: static graphs, compiled and counted."""
+
+from collections import Counter
+
+import pytest
+import torch
+from tests.models import tiny
+from tests.models.static_inputs import inputs_of
+from torch.testing import assert_close
+
+from piston.inference.compiled import Buckets, GraphEngine, compile_graphs
+from piston.models.integrator import Committed
+from piston.models.model import ActOptions
+from piston.models.static import StaticDenoise, StaticPrefill
+
+FAMILIES = pytest.mark.parametrize("pi05", [False, True], ids=["π0", "π0.5"])
+STEPS = 3
+
+
+def observed(model, words=(2, 5), cameras=3, seed=1):
+    present = [i < cameras for i in range(3)]
+    return tiny.observe(model, [present] * len(words), words, seed)
+
+
+def run(prefill, denoise, model, observation, noise):
+    images, prompt, lengths, state = inputs_of(model, observation)
+    return denoise(prefill(images, prompt, lengths), lengths, state, noise)[-1]
+
+
+@FAMILIES
+@torch.no_grad()
+def test_each_part_is_one_graph_that_serves_its_bucket(pi05):
+    model = tiny.flow(pi05=pi05)
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    parts = compile_graphs(model, STEPS, backend)
+    noise = tiny.chunk(model, 2)
+    run(*parts, model, observed(model), noise)
+    assert len(graphs) == 2
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for words in ((7, 7), (0, 3), (1, 6)):
+            for seed in (1, 2):
+                observation = observed(model, words, seed=seed)
+                found = run(*parts, model, observation, noise)
+                expected = model.act(observation, noise, num_steps=STEPS)
+                assert_close(found, expected, atol=2e-6, rtol=1e-5)
+        with pytest.raises(RuntimeError, match="fail_on_recompile"):
+            run(*parts, model, observed(model, cameras=2), noise)
+
+
+@torch.no_grad()
+def test_an_engine_compiles_all_buckets_and_nothing_later(caplog):
+    one = {"vlm": tiny.gemma(depth=1), "action_expert": tiny.gemma(14, depth=1)}
+    model = tiny.flow(pi05=True, max_token_len=20, **one)
+    graphs = compile_graphs(model, 1, backend="eager")
+    buckets = Buckets.of(model.config, (2,), max_batch=2)
+    engine = GraphEngine(model, graphs, buckets, 1, device=torch.device("cpu"))
+    with torch._dynamo.config.patch(recompile_limit=2):  # fewer than there are buckets
+        engine.warm_up()
+    present = [(True, True, False), (False, True, True), (True, False, True), (True, True, False)]
+    for words in ((0, 16, 20, 18), (17, 5, 3, 1)):
+        for rows in (slice(0, 1), slice(1, 2), slice(0, 4)):
+            observation = tiny.observe(model, present[rows], words[rows])
+            noise = tiny.chunk(model, len(present[rows]))
+            found = engine.act_with(observation, ActOptions(noise, num_steps=1)).actions
+            expected = model.act(observation, noise, num_steps=1)
+            assert_close(found, expected, atol=2e-6, rtol=1e-5)
+    assert "Not compiled" not in caplog.text
+
+
+@FAMILIES
+@torch.no_grad()
+def test_committed_actions_are_inputs_of_the_same_graph(pi05):
+    model = tiny.flow(pi05=pi05, max_delay=3)
+    prefill, denoise = compile_graphs(model, STEPS, backend="eager")
+    observation, noise = observed(model), tiny.chunk(model, 2)
+    images, prompt, lengths, state = inputs_of(model, observation)
+    previous = tiny.chunk(model, 2, seed=9)
+    for number, delays in enumerate(([0, 0], [1, 3], [2, 0])):
+        stance = "default" if number == 0 else "fail_on_recompile"
+        with torch.compiler.set_stance(stance):
+            steps = torch.arange(4) < torch.tensor(delays)[:, None]
+            cache = prefill(images, prompt, lengths)
+            found = denoise(cache, lengths, state, noise, previous, steps)[-1]
+        committed = Committed(previous, steps)
+        expected = model.act(observation, noise, num_steps=STEPS, committed=committed)
+        assert_close(found, expected, atol=2e-6, rtol=1e-5)
+
+
+@FAMILIES
+@torch.no_grad()
+def test_the_graphs_hold_nothing_twice_and_nothing_unused(pi05):
+    model = tiny.flow(pi05=pi05)
+    images, prompt, lengths, state = inputs_of(model, observed(model))
+    prefill, denoise = StaticPrefill(model).eval(), StaticDenoise(model, STEPS).eval()
+    cache, noise = prefill(images, prompt, lengths), tiny.chunk(model, 2)
+    depth, vision = model.config.vlm.depth, model.config.vision.depth
+    counts = counted(prefill, (images, prompt, lengths))
+    # The last layer of the VLM computes keys and values only.
+    assert counts["scaled_dot_product_attention"] == vision + depth - 1
+    assert counts["linear"] == 6 * vision + 1 + 7 * (depth - 1) + 2
+    assert counts["sin"] == counts["cos"] == 1
+    counts = counted(denoise, (cache, lengths, state, noise))
+    assert counts["scaled_dot_product_attention"] == depth * STEPS
+    # Time and rotary angles once, not once per step; so are the adaptive norms' modulations.
+    assert counts["sin"] == counts["cos"] == 2
+    once, each_step = (2 + 2 * depth + 1, 2) if pi05 else (1, 5)
+    assert counts["linear"] == once + STEPS * (7 * depth + each_step)
+
+
+def counted(module, inputs):
+    graph = torch.export.export(module, inputs, strict=False).graph
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    names = {node: node.target.__name__.partition(".")[0] for node in calls}
+    unused = {name for node, name in names.items() if not node.users}
+    # Views and empty caches may be unused: they cost nothing, and a compiler drops them.
+    assert not unused & {"linear", "scaled_dot_product_attention", "rms_norm", "pad", "sin", "cos"}
+    return Counter(names.values())
