@@ -25,7 +25,7 @@ from piston.robots.aloha import make_aloha_example
 from piston.serialization import to_json
 from piston.transforms.normalize import NormStats, write_norm_stats
 
-GEMMA = GemmaSize(width=32, depth=2, mlp_dim=48, num_heads=4, num_kv_heads=1, head_dim=8)
+GEMMA = GemmaSize(width=32, depth=1, mlp_dim=48, num_heads=4, num_kv_heads=1, head_dim=8)
 VISION = VisionSize(width=24, depth=1, mlp_dim=32, num_heads=2, patch=16)
 STEPS = 2
 

@@ -1,5 +1,9 @@
 """Packed and eight-bit products: equal to exact ones up to their rounding, with derivatives."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from tests.models import tiny
@@ -8,10 +12,11 @@ from torch.testing import assert_close
 from piston.inference.packing import (
     Int8Linear,
     PackedLinear,
+    largest_token_number,
     pack_for_inference,
     quantize_for_inference,
 )
-from piston.models import precision
+from piston.models import cpu, precision
 from piston.models.configs import LoRA
 from piston.models.precision import Linear, cast_for_inference
 
@@ -20,8 +25,10 @@ ROUNDED = {"rtol": 2**-8, "atol": 2**-12}
 SHAPES = pytest.mark.parametrize("shape", [(3,), (1, 1, 24), (51, 24), (2, 70, 40)])
 BIAS = pytest.mark.parametrize("bias", [False, True])
 
-if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-    pytest.skip("this CPU has no bfloat16 products in oneDNN", allow_module_level=True)
+BFLOAT16 = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+    reason="this CPU has no bfloat16 products in oneDNN",
+)
 
 
 def make(width, out, bias):
@@ -38,6 +45,7 @@ def exact(linear, x):
     return torch.nn.functional.linear(x.double(), linear.weight.double(), bias)
 
 
+@BFLOAT16
 @SHAPES
 @BIAS
 @torch.no_grad()
@@ -56,7 +64,7 @@ def test_packed_products_are_rounded_once(shape, bias):
     assert torch.equal(packed.dense(), linear.weight)
 
 
-@pytest.mark.parametrize("made", [PackedLinear, Int8Linear])
+@pytest.mark.parametrize("made", [pytest.param(PackedLinear, marks=BFLOAT16), Int8Linear])
 @BIAS
 def test_derivatives_are_those_of_the_linear_map(made, bias):
     linear = make(40, 24, bias)
@@ -113,6 +121,32 @@ def test_other_numbers_are_rounded_to_the_nearest():
     assert ((Int8Linear(same)(x) - x).abs() <= 0.5001 * of_token).all()
 
 
+@torch.no_grad()
+def test_without_vnni_products_do_not_overflow():
+    """All large and positive: two products of eight-bit numbers are more than 16 bits hold."""
+    code = (
+        "import torch\n"
+        "from piston.inference import packing\n"
+        "from piston.models.precision import Linear\n"
+        "packing.cpu.read_cpuinfo = lambda: {'flags': 'sse2 avx2'}\n"
+        "linear = Linear(256, 64, bias=False)\n"
+        "with torch.no_grad():\n"
+        "    linear.weight.fill_(0.5)\n"
+        "    x = 1 + torch.rand(20, 256)\n"
+        "    found, exact = packing.Int8Linear(linear)(x), linear(x)\n"
+        "torch.testing.assert_close(found, exact, rtol=0.01, atol=0)\n"
+    )
+    own = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=own)
+
+
+def test_how_many_bits_a_token_has(monkeypatch):
+    for flags, largest in (("sse2 avx2", 63), ("sse2 avx2 avx_vnni", 127), ("asimd", 127)):
+        monkeypatch.setattr(cpu, "read_cpuinfo", lambda flags=flags: {"flags": flags})
+        assert largest_token_number.__wrapped__() == largest
+
+
+@BFLOAT16
 @pytest.mark.parametrize("pi05", [False, True], ids=["π0", "π0.5"])
 @torch.no_grad()
 def test_a_packed_model_acts_as_before(pi05):
@@ -130,8 +164,11 @@ def test_a_packed_model_acts_as_before(pi05):
     assert_close(model.act(observation, noise), before, atol=0.03, rtol=0.03)
 
 
+@BFLOAT16
 def test_what_is_not_packed():
     """Adapters, other precisions, and products that do not go through PyTorch."""
+    computed = tiny.flow()  # held in bfloat16, computed in float32
+    cast_for_inference(computed, torch.bfloat16)
     adapted = tiny.flow(dtype="bfloat16", vlm=tiny.gemma(lora=LoRA(rank=2, alpha=2.0)))
     cast_for_inference(adapted, torch.bfloat16)
     tiles, plain = tiny.flow(dtype="bfloat16"), tiny.flow()
@@ -139,7 +176,7 @@ def test_what_is_not_packed():
     for module in tiles.modules():
         if isinstance(module, Linear):
             module.cpu_product = "tiles"
-    for model in (adapted, tiles, plain):
+    for model in (adapted, tiles, plain, computed):
         before = {name: type(module) for name, module in model.named_modules()}
         pack_for_inference(model)
         after = {name: type(module) for name, module in model.named_modules()}

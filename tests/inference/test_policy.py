@@ -500,3 +500,26 @@ def test_batches_are_measured_with_the_model(aloha):
     hook.remove()
     assert best in (1, 2)
     assert set(seen) == {3, 6}  # three cameras
+
+
+def test_a_batch_that_does_not_fit_into_memory_is_not_chosen(aloha, monkeypatch):
+    def seconds(size):
+        if size > 2:
+            raise torch.OutOfMemoryError("no room")
+        return 1.0
+
+    monkeypatch.setattr(aloha, "_seconds_of_batch", seconds)
+    assert aloha.best_batch(8) == 2
+
+
+def test_models_that_write_are_batched_without_measuring():
+    policy = random_policy("pi0_fast_droid")
+    assert policy.best_batch(8) == 8
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_parameters_are_counted_in_whatever_form_they_are(checkpoint, dtype):
+    counts = {
+        piston.load_policy(checkpoint, dtype=one).num_parameters for one in (dtype, "float32")
+    }
+    assert len(counts) == 1

@@ -3,19 +3,22 @@
 oneDNN, which multiplies for PyTorch, rearranges the weight of every product before it begins. A
 packed weight is rearranged once, when a policy is loaded, into memory of its own, so that it makes
 no difference whether it came from a file. The gelu and the product of an MLP become part of the
-matrix product. Results are rounded less often than those of the model as it was.
+matrix product, and results are rounded less often than those of the model as it was.
 
 In int8 each row of a weight and each token's activation have a scale of their own, so that one
-large number costs precision only in its own row. Products are exact in integers. The embedding
+large number costs precision only in its own row. Products are exact in integers; where the CPU adds
+pairs of products in 16 bits, tokens have seven bits, so that this holds there too. The embedding
 table is held in int8 as well, unless the model also writes words with it. Norms, attention and the
 small maps of the suffix stay as they are.
 
 Both are for inference on CPUs. Derivatives with respect to inputs exist, because guided real-time
-chunking needs them; those with respect to weights do not.
+chunking needs them; those with respect to weights do not. Packed weights are no parameters: a
+packed model cannot be copied, saved or moved to another device. Load it again instead.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,19 +26,21 @@ import torch
 from jaxtyping import Float, Int, Int8, UInt8
 from torch import Tensor, nn
 
+from piston.models import cpu
 from piston.models.lora import merge_adapters
 from piston.models.model import Model
 from piston.models.precision import Linear
 
-# The unsigned number that stands for zero: products of signed and unsigned bytes are fastest.
-_ZERO = 128
 # Numbers of a weight that are quantized at once.
 _PART = 2**20
 
 
-def pack_for_inference(model: nn.Module) -> None:
+def pack_for_inference(model: Model) -> None:
     """Pack every bfloat16 matrix that PyTorch multiplies, in place, where the CPU gains from it."""
-    if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    has_products = torch.backends.mkldnn.is_available() and (
+        torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+    if has_products and model.compute_dtype == torch.bfloat16:
         _replace(model, lambda linear: PackedLinear(linear) if _can_be_packed(linear) else linear)
 
 
@@ -48,6 +53,10 @@ def _can_be_packed(linear: Linear) -> bool:
 
 def quantize_for_inference(model: Model) -> None:
     """Hold every large matrix of the vision tower and the experts in eight bits, in place."""
+    if not torch.backends.mkldnn.is_available():
+        raise ValueError(
+            "int8 needs a PyTorch with oneDNN, which this one does not have. Use bfloat16."
+        )
     merge_adapters(model)
     _replace(model, Int8Linear)
     if model.config.denoises and not model.config.targets:  # no words are written
@@ -129,13 +138,14 @@ class Int8Linear(nn.Module):
         return self(x) * factor
 
     def _multiply(self, x: Tensor) -> Tensor:
-        whole, scale = _quantize_tokens(x.reshape(-1, x.shape[-1]))
+        largest = largest_token_number()
+        whole, scale = _quantize_tokens(x.reshape(-1, x.shape[-1]), largest)
         result: Tensor = torch.ops.onednn.qlinear_pointwise(
-            *(whole, 1.0, _ZERO, self.weight, self.scale, self.zeros, None),
+            *(whole, 1.0, largest + 1, self.weight, self.scale, self.zeros, None),
             *(1.0, 0, torch.float32, "none", [], ""),
         )
         result = result.mul_(scale) if self.bias is None else self.bias.addcmul(result, scale)
-        return result.to(x.dtype).view(*x.shape[:-1], -1)
+        return result.to(x.dtype).view(*x.shape[:-1], len(self.zeros))
 
     def dense(self) -> Float[Tensor, "o i"]:
         """Return the weight as an ordinary matrix."""
@@ -184,13 +194,28 @@ def _quantize(x: Float[Tensor, "r i"]) -> tuple[Int8[Tensor, "r i"], Float[Tenso
     return whole, scale
 
 
-def _quantize_tokens(x: Float[Tensor, "r i"]) -> tuple[UInt8[Tensor, "r i"], Float[Tensor, "r 1"]]:
-    """Return whole numbers and the scale of each row: x ≈ (whole − 128) · scale."""
-    scale = _scale(x)
+def _quantize_tokens(
+    x: Float[Tensor, "r i"], largest: int
+) -> tuple[UInt8[Tensor, "r i"], Float[Tensor, "r 1"]]:
+    """Return whole numbers and the scale of each row: x ≈ (whole − largest − 1) · scale."""
+    scale = _scale(x, largest)
     # Rounds to the nearest, because all numbers are positive.
-    return torch.add(_ZERO + 0.5, x / scale).to(torch.uint8), scale
+    return torch.add(largest + 1.5, x / scale).to(torch.uint8), scale
 
 
-def _scale(x: Float[Tensor, "r i"]) -> Float[Tensor, "r 1"]:
-    largest = torch.maximum(x.amax(dim=1, keepdim=True), -x.amin(dim=1, keepdim=True)).float()
-    return largest.clamp_(min=torch.finfo(torch.float32).tiny) / 127
+@functools.cache
+def largest_token_number() -> int:
+    """Return the largest whole number that a token may have on this CPU.
+
+    Products of unsigned and signed bytes are fastest. CPUs without VNNI add two of them in 16 bits,
+    which overflow unless one factor has seven bits.
+    """
+    flags = cpu.read_cpuinfo().get("flags", "").split()
+    is_x86 = "sse2" in flags
+    has_vnni = not {"avx512_vnni", "avx_vnni", "amx_int8"}.isdisjoint(flags)
+    return 127 if has_vnni or not is_x86 else 63
+
+
+def _scale(x: Float[Tensor, "r i"], largest: int = 127) -> Float[Tensor, "r 1"]:
+    found = torch.maximum(x.amax(dim=1, keepdim=True), -x.amin(dim=1, keepdim=True)).float()
+    return found.clamp_(min=torch.finfo(torch.float32).tiny) / largest

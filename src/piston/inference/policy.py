@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, get_args
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from piston import weights
 from piston.config import DataConfig, UnknownRobot
 from piston.inference.candidates import choose_candidate, uncertainty
 from piston.inference.compiled import GraphEngine
@@ -33,8 +33,8 @@ from piston.transforms.prompts import TokenizePrompt
 # Keys of a request besides the robot's own.
 REQUEST_KEYS = ("noise", "seed", "rtc", "robot", "session")
 _RTC_STEPS = ("delay", "execute_horizon")
-# A black image is computed as often as fits into this time, and at least once.
-_SECONDS_TO_MEASURE = 0.1
+# Inferences of one size are repeated until they have taken so long together.
+_SECONDS_TO_MEASURE = 0.5
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +128,12 @@ class Policy:
         self._random = np.random.default_rng(seed)
 
     @property
+    def num_parameters(self) -> int:
+        """How many the model has, in whatever form its weights are held."""
+        model = weights.build_on_meta(self.model.config)
+        return sum(parameter.numel() for parameter in model.parameters())
+
+    @property
     def _max_delay(self) -> int:
         """The largest delay that the model was trained with, in control steps; 0: none.
 
@@ -212,15 +218,22 @@ class Policy:
     def best_batch(self, most: int) -> int:
         """Measure how many requests should share one inference: at most so many.
 
-        The number is doubled as long as this makes a request at least 5 % cheaper: otherwise the
-        first robot would wait for the others, and nobody would gain. Graphs are not measured: they
-        were compiled for a number that somebody chose.
+        The number is doubled as long as this makes a request at least 5 % cheaper and fits into
+        memory: otherwise the first robot would wait for the others, and nobody would gain. Not
+        measured are graphs, which were compiled for a number that somebody chose, and models that
+        write: how much they write depends on the request, and every token gains from company.
         """
         if self._engine is not None:
+            return min(most, self._engine.buckets.batches[-1])
+        if not self.model.config.denoises or "text" in self.model.config.targets:
             return most
         best, cost = 1, self._seconds_of_batch(1)
         while 2 * best <= most:
-            doubled = self._seconds_of_batch(2 * best) / (2 * best)
+            try:
+                doubled = self._seconds_of_batch(2 * best) / (2 * best)
+            except torch.OutOfMemoryError:
+                torch.cuda.empty_cache()
+                break
             if doubled > 0.95 * cost:
                 break
             best, cost = 2 * best, doubled
@@ -228,7 +241,10 @@ class Policy:
         return best
 
     def _seconds_of_batch(self, size: int) -> float:
-        """Return how long black images take, as the shortest of several short inferences."""
+        """Return how long black images take: the shortest inference, of several if they are short.
+
+        The first one of a size may take longer than others.
+        """
         config, pixels = self.model.config, self.model.config.image_size
         black = torch.zeros(size, pixels, pixels, 3, dtype=torch.uint8)
         words = torch.full((size, config.prompt_length), 2)
@@ -241,15 +257,18 @@ class Policy:
             tokenized_prompt_mask=words > 0,
             writes_text=~present,
         ).to(self.device)
-        shortest, began = math.inf, time.perf_counter()
-        while time.perf_counter() - began < _SECONDS_TO_MEASURE:
+        noise = None
+        if self._candidates > 1:
+            noise = self.model.draw(size, self._candidates)["noise"].to(self.device)
+        seconds: list[float] = []
+        while sum(seconds) < _SECONDS_TO_MEASURE:
             started = time.perf_counter()
             # Two tokens of a model that writes them: it may write very many for a black image.
-            self.model.act(observation, num_steps=self.num_steps or 2)
+            self.model.act(observation, noise, num_steps=self.num_steps or 2)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-            shortest = min(shortest, time.perf_counter() - started)
-        return shortest
+            seconds.append(time.perf_counter() - started)
+        return min(seconds)
 
     def prepare(self, observation: Mapping[str, Any]) -> PreparedObservation:
         """Return the observation with the model's input, and the noise that it starts from.

@@ -226,7 +226,7 @@ def _about(probe: Probe, frames: Frames, frame: Frame, name: str) -> About:
     return About(
         policy=name,
         family=config.family,
-        num_parameters=sum(one.numel() for one in policy.model.parameters()),
+        num_parameters=policy.num_parameters,
         device=str(policy.device),
         num_steps=policy.num_steps if config.denoises else None,
         robot=str(policy.metadata.get("robot", "")),

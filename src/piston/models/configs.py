@@ -353,9 +353,10 @@ class Pi0Config(ModelConfig):
                 f"--max-delay is {self.max_delay}; expected 0 to {self.action_horizon - 1}: a "
                 f"chunk has {self.action_horizon} actions, and at least one has to be free."
             )
-        if self.distilled_steps is not None and not 1 <= self.distilled_steps <= _MAX_COUNT:
+        if self.distilled_steps is not None and not 1 <= self.distilled_steps <= 5:
             raise ValueError(
-                f"model.distilled_steps must be at least 1, is {self.distilled_steps}."
+                f"model.distilled_steps is {self.distilled_steps}; expected 1 to 5: each has to "
+                "replace at least two of ten ordinary steps."
             )
         if len(set(self.targets)) < len(self.targets):
             raise ValueError(f"model.targets names a target twice: {', '.join(self.targets)}.")

@@ -54,7 +54,7 @@ def choose_product() -> Product:
     """Choose the product of bfloat16 matrices: what `PISTON_CPU_PRODUCT` names, or the fastest."""
     fastest = _fastest_product()
     asked = os.environ.get(SWITCH)
-    if asked is None:
+    if not asked:
         return fastest
     if asked not in get_args(Product):
         raise ValueError(f"{SWITCH} is {asked!r}; expected one of {', '.join(get_args(Product))}.")

@@ -24,6 +24,7 @@ k times.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -185,7 +186,7 @@ class Pi0(Model):
         num_steps = self.config.distilled_steps or 1
         start, size = (time * num_steps).ceil() / num_steps, 1 / num_steps
         noisy, cache, clean = self._noisy(cache, actions, noise, start, delay)
-        begin, parts = start.flatten(), max(2, round(_ORDINARY_STEPS / num_steps))
+        begin, parts = start.flatten(), math.ceil(_ORDINARY_STEPS / num_steps)
 
         def small_step(actions: Actions, step: int) -> Actions:
             return size * self.velocity(

@@ -78,7 +78,7 @@ def predict(policy: Policy, sample: Sample) -> Prediction:
         subtask = answer.get("subtask")
     return Prediction(
         family=model.config.family,
-        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        num_parameters=policy.num_parameters,
         device=str(policy.device),
         chunks=chunks,
         denoised=denoised,
