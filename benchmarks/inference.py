@@ -265,7 +265,9 @@ def measure(model: Pi0, observation: Observation, num_steps: int, repeats: int) 
     chunk = median_seconds(_finished(act), repeats)
     embed = median_seconds(_finished(lambda: model.embed_prefix(observation)), repeats)
     prefix = median_seconds(_finished(lambda: model.prefill(observation)), repeats)
-    return Timing(chunk, embed, prefix - embed, chunk - prefix, operations)
+    cache, options = model.prefill(observation), ActOptions(num_steps=num_steps)
+    denoise = median_seconds(_finished(lambda: model.denoise(cache, noise, options)), repeats)
+    return Timing(chunk, embed, prefix - embed, denoise, operations)
 
 
 def count_operations(call: Callable[[], object]) -> int:
