@@ -30,6 +30,13 @@ VISION = VisionSize(width=24, depth=1, mlp_dim=32, num_heads=2, patch=16)
 STEPS = 2
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_sooner():
+    """Kernels without vector instructions take a third less time to compile."""
+    with torch._inductor.config.patch({"cpp.simdlen": 1}):
+        yield
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """A folder as the trainer writes it, of a tiny model."""

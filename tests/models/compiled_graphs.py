@@ -1,4 +1,4 @@
-"""Run by `test_static.py` in a process of its own: static graphs, compiled and counted."""
+"""Run by `test_exported.py` in a process of its own: static graphs, compiled and counted."""
 
 from collections import Counter
 
@@ -22,15 +22,16 @@ def observed(model, words=(2, 5), cameras=3, seed=1):
     return tiny.observe(model, [present] * len(words), words, seed)
 
 
-def run(prefill, denoise, model, observation, noise):
+def run(prefill, denoise, model, observation, *chunks):
     images, prompt, lengths, state = inputs_of(model, observation)
-    return denoise(prefill(images, prompt, lengths), lengths, state, noise)[-1]
+    return denoise(prefill(images, prompt, lengths), lengths, state, *chunks)[-1]
 
 
 @FAMILIES
 @torch.no_grad()
 def test_each_part_is_one_graph_that_serves_its_bucket(pi05):
-    model = tiny.flow(pi05=pi05)
+    """Whatever is committed, written or seen."""
+    model = tiny.flow(pi05=pi05, max_delay=3)
     graphs = []
 
     def backend(graph, _):
@@ -38,18 +39,22 @@ def test_each_part_is_one_graph_that_serves_its_bucket(pi05):
         return graph
 
     parts = compile_graphs(model, STEPS, backend)
-    noise = tiny.chunk(model, 2)
-    run(*parts, model, observed(model), noise)
+    noise, previous = tiny.chunk(model, 2), tiny.chunk(model, 2, seed=9)
+
+    def compare(observation, delays):
+        committed = Committed(previous, torch.arange(4) < torch.tensor(delays)[:, None])
+        found = run(*parts, model, observation, noise, previous, committed.steps)
+        expected = model.act(observation, noise, num_steps=STEPS, committed=committed)
+        assert_close(found, expected, atol=2e-6, rtol=1e-5)
+
+    compare(observed(model), (0, 0))
     assert len(graphs) == 2
     with torch.compiler.set_stance("fail_on_recompile"):
-        for words in ((7, 7), (0, 3), (1, 6)):
+        for words, delays in (((7, 7), (1, 3)), ((0, 3), (2, 0)), ((1, 6), (0, 0))):
             for seed in (1, 2):
-                observation = observed(model, words, seed=seed)
-                found = run(*parts, model, observation, noise)
-                expected = model.act(observation, noise, num_steps=STEPS)
-                assert_close(found, expected, atol=2e-6, rtol=1e-5)
+                compare(observed(model, words, seed=seed), delays)
         with pytest.raises(RuntimeError, match="fail_on_recompile"):
-            run(*parts, model, observed(model, cameras=2), noise)
+            compare(observed(model, cameras=2), (0, 0))
 
 
 @torch.no_grad()
@@ -70,25 +75,6 @@ def test_an_engine_compiles_all_buckets_and_nothing_later(caplog):
             expected = model.act(observation, noise, num_steps=1)
             assert_close(found, expected, atol=2e-6, rtol=1e-5)
     assert "Not compiled" not in caplog.text
-
-
-@FAMILIES
-@torch.no_grad()
-def test_committed_actions_are_inputs_of_the_same_graph(pi05):
-    model = tiny.flow(pi05=pi05, max_delay=3)
-    prefill, denoise = compile_graphs(model, STEPS, backend="eager")
-    observation, noise = observed(model), tiny.chunk(model, 2)
-    images, prompt, lengths, state = inputs_of(model, observation)
-    previous = tiny.chunk(model, 2, seed=9)
-    for number, delays in enumerate(([0, 0], [1, 3], [2, 0])):
-        stance = "default" if number == 0 else "fail_on_recompile"
-        with torch.compiler.set_stance(stance):
-            steps = torch.arange(4) < torch.tensor(delays)[:, None]
-            cache = prefill(images, prompt, lengths)
-            found = denoise(cache, lengths, state, noise, previous, steps)[-1]
-        committed = Committed(previous, steps)
-        expected = model.act(observation, noise, num_steps=STEPS, committed=committed)
-        assert_close(found, expected, atol=2e-6, rtol=1e-5)
 
 
 @FAMILIES

@@ -1,8 +1,7 @@
-"""Prefill and denoising with static shapes: equal to the packed path, and one graph each."""
+"""Prefill and denoising with static shapes: equal to the packed path, and without waiting.
 
-import subprocess
-import sys
-from pathlib import Path
+That each is one graph is tested in `compiled_graphs.py`.
+"""
 
 import pytest
 import torch
@@ -87,16 +86,3 @@ def test_nothing_waits_for_a_gpu_or_mixes_devices(pi05):
     assert {part.device.type for part in (*cache, path)} == {"cuda"}
     assert cache[0].shape == (2, 1, 3 * 4 + 7, 6)
     assert path.shape == (3, *chunks[0].shape)
-
-
-@pytest.mark.slow
-def test_graphs_are_whole_and_stay():
-    """The tests in `compiled_graphs.py`, in a process without checks of shapes.
-
-    What checks shapes in tests cannot be compiled.
-    """
-    root, name = Path(__file__).parents[2], "tests/models/compiled_graphs.py"
-    options = ("-q", "-o", "addopts=", "--import-mode=importlib", "-p", "no:cacheprovider")
-    command = [sys.executable, "-m", "pytest", *options, name]
-    result = subprocess.run(command, cwd=root, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout[-6_000:] + result.stderr[-2_000:]

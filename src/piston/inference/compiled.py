@@ -142,11 +142,8 @@ def compile_graphs(
     refuse_to_compile(model)
     assert isinstance(model, Pi0)
     options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "backend": backend}
-    if backend == "inductor":
-        on_cpu = next(model.parameters()).device.type == "cpu"
-        # On a GPU CUDA graphs. On a CPU one C++ program per graph: one call of the C++ compiler
-        # instead of one per kernel, which differ from step to step.
-        options |= {"options": {"cpp_wrapper": True}} if on_cpu else {"mode": "reduce-overhead"}
+    if backend == "inductor" and next(model.parameters()).device.type == "cuda":
+        options["mode"] = "reduce-overhead"  # CUDA graphs
     parts: list[nn.Module] = [StaticPrefill(model), StaticDenoise(model, num_steps)]
     prefill, denoise = (torch.compile(part.eval(), **options) for part in parts)
     return Graphs(prefill, denoise)

@@ -120,8 +120,15 @@ def _compile(
     with ProgressBar("compiling", "graphs", len(programs)) as bar:
         for name, program in programs.items():
             arguments, _ = program.example_inputs
-            # Beside the file, where there is room for weights: torch's cache would keep them.
-            options = {"aot_inductor.package": True, "aot_inductor.output_path": str(file) + name}
+            options = {
+                "aot_inductor.package": True,
+                # Beside the file, where there is room for weights: torch's cache would keep them.
+                "aot_inductor.output_path": str(file) + name,
+                # What calls the kernels is as long as the model is deep, and not worth optimising.
+                "aot_inductor.compile_wrapper_opt_level": "O0",
+                # There are too few files to gain from it.
+                "aot_inductor.precompile_headers": False,
+            }
             compiled[name] = aot_compile(program.module(), arguments, options=options)
             bar.advance(1, name)
     extra = {_CONFIG: json.dumps(described, ensure_ascii=False)}

@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from piston.models import precision
 from piston.models.configs import GemmaSize
+from piston.models.layers import run_layer
 from piston.models.lora import make_linear
 
 _EPSILON = 1e-6
@@ -74,11 +74,14 @@ class KVCache:
     values: Float[Tensor, "b k capacity e"]
     length: int
 
+    @property
+    def has_room(self) -> bool:
+        return self.length < self.keys.shape[2]
+
     def extend(self, keys: Float[Tensor, "b t k e"], values: Float[Tensor, "b t k e"]) -> KVCache:
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         end = self.length + keys.shape[2]
-        has_room = end <= self.keys.shape[2]
-        if not has_room or keys.requires_grad or self.keys.requires_grad:
+        if end > self.keys.shape[2] or keys.requires_grad or self.keys.requires_grad:
             if self.length:
                 old_keys, old_values = self.read()
                 keys, values = torch.cat((old_keys, keys), 2), torch.cat((old_values, values), 2)
@@ -280,7 +283,8 @@ class Expert(nn.Module):
             extended.append(cache)
         return [*extended, self.layers[-1].prefill(tokens, caches[-1], rope)]
 
-    def _run(self, layer: ExpertLayer, *inputs: Any) -> tuple[Tokens, KVCache]:
-        if self.gradient_checkpointing:
-            return checkpoint(layer, *inputs, use_reentrant=False)
-        return layer(*inputs)
+    def _run(
+        self, layer: ExpertLayer, tokens: Tokens, cache: KVCache, *others: Any
+    ) -> tuple[Tokens, KVCache]:
+        options = {"recompute": self.gradient_checkpointing, "in_place": cache.has_room}
+        return run_layer(layer, tokens, cache, *others, **options)

@@ -81,10 +81,10 @@ class StaticDenoise(nn.Module):
         committed.
         """
         size = keys_and_values[0].shape[2]
-        # Buffers with room behind the prefix, which every step overwrites with its suffix.
-        room = len(self.model.starts_block(noise.device))
-        parts = [nn.functional.pad(part, (0, 0, 0, room)) for part in keys_and_values]
-        caches = [KVCache(keys, values, size) for keys, values in zip(parts[::2], parts[1::2])]
+        # Without room in the caches each step reads them together with its own keys and values, and
+        # nothing is written in place.
+        pairs = zip(keys_and_values[::2], keys_and_values[1::2])
+        caches = [KVCache(keys, values, size) for keys, values in pairs]
         visible = masks.left_aligned(lengths, size)
         cache = self.model.suffix_inputs(caches, state, size, visible)
         options = self.options
