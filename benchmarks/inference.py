@@ -80,6 +80,9 @@ class Arguments:
     repeats: int = 3
     # Write the weights to a file first, and time from there to the first action (eager).
     file: bool = False
+    # Also compare the first chunk of each way with that of float32 weights, all of which are drawn
+    # for this: one minute more for each way.
+    cosine: bool = False
     # cpu, or cuda.
     device: str = "cpu"
     # Also write the numbers to this file.
@@ -99,6 +102,8 @@ class Row:
     denoising: float
     # Of the arithmetic that the chunk needs, at the rate of a large product in the same run.
     share: float
+    # Between the actions and those of float32 weights.
+    cosine: float = math.nan
 
     def cells(self) -> tuple[str, ...]:
         parts = (self.vision, self.prefill, self.denoising)
@@ -106,15 +111,22 @@ class Row:
         return (
             *(self.way, str(self.cameras), str(self.batch), f"{self.chunk:.3g}", *shown),
             *(f"{self.chunk / self.batch:.3g}", f"{self.share:.2f}"),
+            "–" if math.isnan(self.cosine) else f"{self.cosine:.5f}",
         )
 
 
 def run(options: Arguments) -> None:
+    if options.cosine and options.file:
+        raise ValueError("--cosine draws the weights of each way anew: leave out --file.")
     device = torch.device(options.device)
     computed = options.dtype
     config = dataclasses.replace(_MODELS[options.model], dtype=computed)
     rate = matmul_rate(config.vlm, options.dtype, computed, device)
     rows: list[Row] = []
+    exact = None
+    if options.cosine:
+        in_float32 = dataclasses.replace(config, dtype="float32")
+        exact = _fixed_chunk(random_model(in_float32, "float32", drawn=True).to(device), options)
     sizes = [(cameras, options.batches[0]) for cameras in options.cameras]
     sizes += [(options.cameras[0], batch) for batch in options.batches[1:]]
     first_action = None
@@ -123,27 +135,41 @@ def run(options: Arguments) -> None:
             if way == "eager" and options.file:
                 model, first_action = _load_from_file(config, options)
             else:
-                model = _model_of(way, config, options.dtype)
+                model = _model_of(way, config, options.dtype, drawn=options.cosine)
             if way != "compiled":
                 pack_for_inference(model)
             model.to(device)
+            cosine = math.nan
+            if exact is not None and way != "one-step":
+                found = _fixed_chunk(model, options)
+                cosine = torch.cosine_similarity(found.flatten(), exact.flatten(), dim=0).item()
             own_rate = matmul_rate(config.vlm, "int8", "float32", device) if way == "int8" else rate
             for cameras, batch in sizes:
                 found = _measure(model, way, cameras, batch, options)
                 share = found.operations / own_rate / found.chunk
                 numbers = (found.chunk, found.vision, found.prefill, found.denoising)
-                rows.append(Row(way, cameras, batch, *numbers, share))
+                rows.append(Row(way, cameras, batch, *numbers, share, cosine))
                 bar.advance(1, f"{way}: {found.chunk:.3g} s")
             del model
     _show(rows, rate, first_action, config, options)
 
 
-def _model_of(way: Way, config: Pi0Config, dtype: Held) -> Pi0:
+def _model_of(way: Way, config: Pi0Config, dtype: Held, *, drawn: bool) -> Pi0:
     if way == "int8":
-        return random_model(dataclasses.replace(config, dtype="float32"), "int8")
+        return random_model(dataclasses.replace(config, dtype="float32"), "int8", drawn=drawn)
     if way == "one-step":
         config = dataclasses.replace(config, distilled_steps=1)
-    return random_model(config, dtype)
+    return random_model(config, dtype, drawn=drawn)
+
+
+@torch.no_grad()
+def _fixed_chunk(model: Pi0, options: Arguments) -> Tensor:
+    """Return the actions for an observation and noise that are the same for all models."""
+    torch.manual_seed(0)
+    observation = make_observation(model.config, options.cameras[0], options.prompt_tokens, 1)
+    noise, device = model.draw(1)["noise"][:, 0], next(model.parameters()).device
+    act = model.act(observation.to(device), noise.to(device), num_steps=options.num_steps)
+    return act.float().cpu()
 
 
 def _measure(model: Pi0, way: Way, cameras: int, batch: int, options: Arguments) -> Timing:
@@ -179,7 +205,8 @@ def _show(
     )
     head = ("way", "cameras", "batch", "chunk", "vision", "prefill", "denoising", "per sample")
     shown = [row.cells() for row in rows]
-    console().print(table((*head, "share"), shown, title=title, right=(*head[1:], "share")))
+    head = (*head, "share", "cosine")
+    console().print(table(head, shown, title=title, right=head[1:]))
     facts = {
         "large matrix product": f"{rate / 1e9:.0f} GFLOP/s (share 1.0 is this rate)",
         "peak memory of this process": f"{_peak_memory() / 1e9:.2f} GB",
@@ -198,14 +225,22 @@ def _show(
         options.json.write_text(json.dumps(about | numbers, indent=1))
 
 
-def random_model(config: Pi0Config, dtype: Held) -> Pi0:
-    """Filled from one block of random numbers: drawing three billion takes longer than a chunk."""
-    model = cast(Pi0, weights.build_on_meta(config))
+def random_model(config: Pi0Config, dtype: Held, *, drawn: bool = False) -> Pi0:
+    """Filled from one block of random numbers, or `drawn`: all three billion, as for training.
+
+    Drawn weights are the same each time. Drawing them takes longer than a chunk.
+    """
+    if drawn:
+        torch.manual_seed(0)
+        model = cast(Pi0, weights.build_model(config))
+    else:
+        model = cast(Pi0, weights.build_on_meta(config))
     if dtype != "float32":
         cast_for_inference(model, torch.bfloat16)
-    block = torch.randn(2**22) * 0.02
-    state = {name: _tiled(block, tensor) for name, tensor in model.state_dict().items()}
-    model.load_state_dict(state, assign=True)
+    if not drawn:
+        block = torch.randn(2**22) * 0.02
+        state = {name: _tiled(block, tensor) for name, tensor in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
     if dtype == "int8":
         quantize_for_inference(model)
     return model.eval()
