@@ -80,8 +80,8 @@ class Arguments:
     repeats: int = 3
     # Write the weights to a file first, and time from there to the first action (eager).
     file: bool = False
-    # Also compare the first chunk of each way with that of float32 weights, all of which are drawn
-    # for this: one minute more for each way.
+    # Also compare a chunk with that of float32 weights (eager and int8). All weights are drawn for
+    # this, which takes one minute more for each way.
     cosine: bool = False
     # cpu, or cuda.
     device: str = "cpu"
@@ -140,7 +140,7 @@ def run(options: Arguments) -> None:
                 pack_for_inference(model)
             model.to(device)
             cosine = math.nan
-            if exact is not None and way != "one-step":
+            if exact is not None and way in ("eager", "int8"):
                 found = _fixed_chunk(model, options)
                 cosine = torch.cosine_similarity(found.flatten(), exact.flatten(), dim=0).item()
             own_rate = matmul_rate(config.vlm, "int8", "float32", device) if way == "int8" else rate

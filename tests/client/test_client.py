@@ -14,6 +14,7 @@ import pytest
 from websockets.datastructures import Headers
 from websockets.http11 import Response
 from websockets.server import ServerProtocol
+from websockets.sync.server import serve
 
 from piston.client import Client, ConnectionLost, ReplyTimeout, ServerBusy, ServerError
 from piston.client.client import make_uri
@@ -325,6 +326,17 @@ def test_a_server_that_warms_up_is_waited_for(start_server):
     server = start_server(process_request=not_yet)
     with Client("127.0.0.1", server.port, connect_timeout=10) as client:
         assert answer_to(client.infer({"n": 1})) == 1
+
+
+def test_a_server_that_is_not_ready_in_time_is_no_absent_server():
+    ready = threading.Event()
+    with serve(lambda _: ready.wait(10), "127.0.0.1", 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        port = server.socket.getsockname()[1]
+        client = Client("127.0.0.1", port, connect_timeout=0.3)
+        with pytest.raises(ConnectionLost, match=r"No ready server at .* still warming up"):
+            client.connect()
+        ready.set()
 
 
 def test_the_reason_of_a_refusal_is_told(start_server):

@@ -66,6 +66,10 @@ class _Refused(ConnectionLost):
     """Connecting again will not help."""
 
 
+class _NotReady(ConnectionLost):
+    """The server accepted the connection, but did not send its metadata in time."""
+
+
 # Errors that may pass by themselves: the robot holds still and asks again.
 TRANSIENT = (ConnectionError, TimeoutError, ServerBusy)
 
@@ -295,7 +299,8 @@ class Client:
                 pause = delay * random.uniform(0.7, 1.3)
                 if now + pause >= deadline or self._closed.is_set():
                     waited = f"waited {now - started:.1f} s"
-                    raise ConnectionLost(f"No server at {self.uri} ({waited}): {error}") from error
+                    what = "No ready server" if isinstance(error, _NotReady) else "No server"
+                    raise ConnectionLost(f"{what} at {self.uri} ({waited}): {error}") from error
                 if now - last_log > _SECONDS_BETWEEN_LOGS:
                     logger.info("Waiting for the policy server at %s: %s", self.uri, error)
                     last_log = now
@@ -330,7 +335,7 @@ class Client:
                 ).__enter__()
                 on_failure.callback(_hang_up, websocket)
                 _limit_sending(websocket, self._timeout)
-                message = websocket.recv(timeout=max(0.0, deadline - time.monotonic()))
+                message = self._first_message(websocket, deadline)
                 if isinstance(message, str):
                     raise ConnectionLost(f"{self.uri} refused the connection: {shortened(message)}")
                 metadata = _unpack_dictionary(message)
@@ -363,6 +368,20 @@ class Client:
                 raise ConnectionLost(f"{self.uri} does not answer.") from error
             on_failure.pop_all()
         return websocket, metadata
+
+    def _first_message(self, websocket: ClientConnection, deadline: float) -> str | bytes:
+        """Wait for the metadata, and log now and then what is waited for."""
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                return websocket.recv(timeout=max(0.0, min(left, _SECONDS_BETWEEN_LOGS)))
+            except TimeoutError as error:
+                if left <= _SECONDS_BETWEEN_LOGS or self._closed.is_set():
+                    raise _NotReady(
+                        "it accepts connections, but its policy is still warming up or being "
+                        "compiled. Try again later, or wait longer with connect_timeout."
+                    ) from error
+                logger.info("The policy server at %s is not ready yet.", self.uri)
 
     def _drop(self) -> None:
         if self._websocket is not None:

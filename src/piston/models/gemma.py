@@ -25,10 +25,11 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from piston.models import precision
 from piston.models.configs import GemmaSize
-from piston.models.layers import run_layer
+from piston.models.layers import compiled_once
 from piston.models.lora import make_linear
 
 _EPSILON = 1e-6
@@ -284,7 +285,28 @@ class Expert(nn.Module):
         return [*extended, self.layers[-1].prefill(tokens, caches[-1], rope)]
 
     def _run(
-        self, layer: ExpertLayer, tokens: Tokens, cache: KVCache, *others: Any
+        self, layer: ExpertLayer, tokens: Tokens, cache: KVCache, rope: Rope, *others: Any
     ) -> tuple[Tokens, KVCache]:
-        options = {"recompute": self.gradient_checkpointing, "in_place": cache.has_room}
-        return run_layer(layer, tokens, cache, *others, **options)
+        if self.gradient_checkpointing:
+            return checkpoint(layer, tokens, cache, rope, *others, use_reentrant=False)
+        if cache.has_room:  # and is written in place
+            return layer(tokens, cache, rope, *others)
+        tokens, keys, values = _run_on_tensors(
+            layer, tokens, cache.keys, cache.values, *rope, *others
+        )
+        return tokens, KVCache(keys, values, keys.shape[2])
+
+
+@compiled_once
+def _run_on_tensors(
+    layer: ExpertLayer,
+    tokens: Tokens,
+    keys: Tensor,
+    values: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *others: Tensor | None,
+) -> tuple[Tokens, Tensor, Tensor]:
+    """Run a layer behind a cache without room."""
+    tokens, cache = layer(tokens, KVCache(keys, values, keys.shape[2]), Rope(cos, sin), *others)
+    return tokens, cache.keys, cache.values

@@ -1,30 +1,23 @@
-"""How the layers of a stack are run, one after the other."""
+"""What a stack of equal layers has in common."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 
-def run_layer(
-    layer: nn.Module, *inputs: Any, recompute: bool = False, in_place: bool = False
-) -> Any:
-    """Return the layer's output; with `recompute`, the backward pass computes it again.
+def compiled_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a compiler that sees many calls of a function compile it once for all of them.
 
-    A compiler that sees a whole stack compiles one layer and uses it for all that have the same
-    shapes. This is not possible `in_place`, for layers that write into their inputs, nor in a
-    graph that is exported.
+    This is for functions that take a module and tensors, return tensors and do not write into their
+    inputs. The tensors of different calls must have the same shapes. Without a compiler it changes
+    nothing, and a graph that `piston export` writes holds every call.
     """
-    if recompute:
-        return checkpoint(layer, *inputs, use_reentrant=False)
-    if in_place or torch.compiler.is_exporting():
-        return layer(*inputs)
-    return _run_as_region(layer, *inputs)
+    region = torch.compiler.nested_compile_region(function)
 
+    def run(*inputs: Any) -> Any:
+        return (region if torch.compiler.is_dynamo_compiling() else function)(*inputs)
 
-@torch.compiler.nested_compile_region
-def _run_as_region(layer: nn.Module, *inputs: Any) -> Any:
-    return layer(*inputs)
+    return run

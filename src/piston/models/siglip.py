@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from piston.models.configs import VisionSize
-from piston.models.layers import run_layer
+from piston.models.layers import compiled_once
 from piston.models.precision import Linear, attention
 from piston.observation import Image
 
@@ -106,5 +107,11 @@ class VisionTower(nn.Module):
         patches = self.patch_embedding(to_unit_range(images).movedim(-1, 1))
         x = (patches.flatten(2).transpose(1, 2) + self.position_embedding).to(dtype)
         for block in self.blocks:
-            x = run_layer(block, x, recompute=self.gradient_checkpointing)
+            recompute = self.gradient_checkpointing
+            x = checkpoint(block, x, use_reentrant=False) if recompute else _run(block, x)
         return self.head(self.norm(x))
+
+
+@compiled_once
+def _run(block: Block, x: Float[Tensor, "n t d"]) -> Float[Tensor, "n t d"]:
+    return block(x)
