@@ -141,8 +141,8 @@ def run(options: Arguments) -> None:
             model.to(device)
             cosine = math.nan
             if exact is not None and way in ("eager", "int8"):
-                found = _fixed_chunk(model, options)
-                cosine = torch.cosine_similarity(found.flatten(), exact.flatten(), dim=0).item()
+                actions = _fixed_chunk(model, options)
+                cosine = torch.cosine_similarity(actions.flatten(), exact.flatten(), dim=0).item()
             own_rate = matmul_rate(config.vlm, "int8", "float32", device) if way == "int8" else rate
             for cameras, batch in sizes:
                 found = _measure(model, way, cameras, batch, options)
@@ -168,8 +168,8 @@ def _fixed_chunk(model: Pi0, options: Arguments) -> Tensor:
     torch.manual_seed(0)
     observation = make_observation(model.config, options.cameras[0], options.prompt_tokens, 1)
     noise, device = model.draw(1)["noise"][:, 0], next(model.parameters()).device
-    act = model.act(observation.to(device), noise.to(device), num_steps=options.num_steps)
-    return act.float().cpu()
+    actions = model.act(observation.to(device), noise.to(device), num_steps=options.num_steps)
+    return actions.cpu()
 
 
 def _measure(model: Pi0, way: Way, cameras: int, batch: int, options: Arguments) -> Timing:
@@ -204,8 +204,8 @@ def _show(
         f"{options.num_steps} steps, {place}; seconds"
     )
     head = ("way", "cameras", "batch", "chunk", "vision", "prefill", "denoising", "per sample")
+    head += ("share", "cosine")
     shown = [row.cells() for row in rows]
-    head = (*head, "share", "cosine")
     console().print(table(head, shown, title=title, right=head[1:]))
     facts = {
         "large matrix product": f"{rate / 1e9:.0f} GFLOP/s (share 1.0 is this rate)",

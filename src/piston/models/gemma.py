@@ -77,6 +77,7 @@ class KVCache:
 
     @property
     def has_room(self) -> bool:
+        """Whether new keys and values may be written in place."""
         return self.length < self.keys.shape[2]
 
     def extend(self, keys: Float[Tensor, "b t k e"], values: Float[Tensor, "b t k e"]) -> KVCache:

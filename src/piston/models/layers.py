@@ -1,4 +1,4 @@
-"""What a stack of equal layers has in common."""
+"""Equal layers of a stack: a compiler compiles one of them, and uses it for all."""
 
 from __future__ import annotations
 
