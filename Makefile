@@ -6,7 +6,6 @@ STAMP  := $(VENV)/.installed
 # The versions to install. `make test CONSTRAINTS=` takes the newest that pyproject.toml allows,
 # CONSTRAINTS=constraints-lowest.txt the oldest.
 CONSTRAINTS ?= constraints.txt
-PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
 # With LOCK=.ci/requirements.lock every package but torch must have one of the hashes in that file.
 # torch is not in it: which build one gets (CPU or CUDA) depends on the machine's package index.
 LOCK ?=
@@ -33,18 +32,8 @@ help:
 
 setup: $(STAMP)
 
-# pip, not uv: the constraints select the CPU build of torch where one is offered.
-$(STAMP): pyproject.toml $(CONSTRAINTS) $(LOCK)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-ifeq ($(LOCK),)
-	$(PIP_INSTALL) $(addprefix --constraint ,$(CONSTRAINTS)) torch
-	$(PIP_INSTALL) $(addprefix --constraint ,$(CONSTRAINTS)) --editable '.[dev]'
-else
-	$(PIP_INSTALL) --require-hashes --no-deps --requirement $(LOCK)
-	$(PIP_INSTALL) --constraint constraints.txt torch
-	$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
-	$(BIN)/pip check
-endif
+$(STAMP): scripts/install.py pyproject.toml packages/piston-client/pyproject.toml $(CONSTRAINTS) $(LOCK)
+	$(PYTHON) scripts/install.py $(VENV) $(addprefix --constraints ,$(CONSTRAINTS)) $(addprefix --lock ,$(LOCK))
 	@touch $@
 
 install: setup

@@ -12,7 +12,7 @@ SOURCE = Path(piston.__file__).parent
 # A file may use what stands in an earlier row, or in its own package; never what comes later.
 ROWS = (
     ("client",),
-    ("logs", "progress", "files", "suggestions", "signals", "extras"),
+    ("logs", "progress", "files", "suggestions", "signals", "extras", "llvm"),
     ("observation", "assets", "serialization"),
     ("tokenizers",),
     ("transforms", "models"),

@@ -153,6 +153,16 @@ class _Server(uvicorn.Server):
             os.write(2, b"Finishing what is in flight. A second Ctrl-C ends at once.\n")
         super().handle_exit(sig, frame)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ending = asyncio.create_task(super().shutdown(sockets))
+        while not ending.done():
+            if self.force_exit:
+                # From Python 3.12 on, asyncio's servers wait until their requests have ended.
+                for task in self.server_state.tasks:
+                    task.cancel()
+            await asyncio.wait([ending], timeout=0.1)
+        await ending
+
 
 class _Endpoints:
     def __init__(self, answers: Answers, overview_html: str | None) -> None:

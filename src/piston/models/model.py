@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from piston.llvm import load_triton
 from piston.models import masks
 from piston.models.configs import ModelConfig
 from piston.models.gemma import Expert, KVCache, Mask, Rope, Tokens
@@ -24,6 +25,8 @@ from piston.models.integrator import Committed, Guidance
 from piston.models.masks import TokenGroup
 from piston.models.siglip import VisionTower, to_unit_range
 from piston.observation import Image, Observation, send
+
+load_triton()  # building a model imports torch._dynamo
 
 
 class Prefix(NamedTuple):

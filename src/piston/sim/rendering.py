@@ -32,6 +32,7 @@ import numpy as np
 from jaxtyping import Bool, Float, UInt8
 from PIL import Image
 
+from piston.llvm import load_triton
 from piston.sim.environment import Environment, Observation
 
 VARIABLE = "MUJOCO_GL"
@@ -105,6 +106,7 @@ def osmesa_works() -> bool:
     return False
 
 
+load_triton()
 _OPENGL = choose_opengl()
 # Their lines on which bindings were found are of no use; warnings and errors are still logged.
 for _chatty in ("OpenGL", "absl"):
