@@ -1,10 +1,10 @@
-"""Install Piston for development into a virtual environment: the step `setup` of the Makefile.
+"""Install Piston for development into a virtual environment: what `make setup` runs.
 
     python3 scripts/install.py .venv --constraints constraints.txt
 
 Everything but Piston itself is installed from wheels; nothing is compiled. pip keeps what it has
-downloaded, so a second run goes on where an interrupted one stopped. The standard library of any
-Python 3 can run this file, so that an interpreter that is too old is refused by name.
+downloaded, so a second run goes on where an interrupted one stopped. The syntax of this file is
+that of Python 3.6: an interpreter that is too old is refused with a message, not a SyntaxError.
 """
 
 import argparse
@@ -14,12 +14,13 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 OLDEST = (3, 11)
 NEWER = ("python3.13", "python3.14", "python3.12", "python3.11")
 # These declare dependencies that the parts used here do not need, and that not every Python can
 # install: openpi-client NumPy 1, gym-aloha and dm-control labmaze, which has no wheel after Python
-# 3.12. pyproject.toml lists what they do need as `dev`.
+# 3.12. The extra `dev` in pyproject.toml lists what they do need.
 WITHOUT_DEPENDENCIES = (
     "openpi-client",
     "gym-aloha==0.1.5",
@@ -27,110 +28,101 @@ WITHOUT_DEPENDENCIES = (
 )
 UNMET_ON_PURPOSE = ("openpi-client ", "gym-aloha ", "dm-control ")
 PACKAGES = ("--editable", "packages/piston-client", "--editable", ".[dev]")
-# Measured: the environment, and what pip unpacks or keeps besides while it installs.
-GIGABYTES_CPU, GIGABYTES_CUDA = 3, 9
-NETWORK_ERRORS = (
-    "NewConnectionError",
-    "NameResolutionError",
-    "ConnectTimeoutError",
-    "Max retries exceeded",
-    "ProxyError",
-    "ReadTimeoutError",
-)
+# What the environment takes, and what pip downloads, keeps and unpacks meanwhile.
+GIGABYTES_CPU, GIGABYTES_CUDA = 4, 11
+NETWORK_ERRORS = ("NewConnectionError", "NameResolutionError", "Timeout", "ProxyError")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("venv", help="the folder of the virtual environment")
+    parser.add_argument("venv", type=Path, help="the folder of the virtual environment")
     parser.add_argument("--constraints", help="a file with the versions to install")
     parser.add_argument("--lock", help="a file with versions and hashes of everything but torch")
     options = parser.parse_args()
     if sys.version_info < OLDEST:
         newer = next((name for name in NEWER if output(name, "--version")), None)
-        advice = "Run the same command with PYTHON={}.".format(newer) if newer else "Install one."
+        advice = f"Run the same command with PYTHON={newer}." if newer else "Install one."
         found = sys.version.split()[0]
-        stop("Piston needs Python 3.11 or newer; {} is {}. {}", sys.executable, found, advice)
+        sys.exit(f"error: Piston needs Python 3.11 or newer; {sys.executable} is {found}. {advice}")
     begin = time.monotonic()
-    python = make_environment(options.venv)
-    wheels = (python, "-m", "pip", "install", "--only-binary", ":all:")
-    constraints = ("--constraint", options.constraints) if options.constraints else ()
-    check_disk(options.venv, [*wheels, *constraints, "torch"])
+    pip = (make_environment(options.venv), "-m", "pip")
+    install = (*pip, "install", "--only-binary", ":all:")
+    if options.constraints:
+        install += ("--constraint", options.constraints)
+    check_network_and_disk(options.venv, install)
     if options.lock:
-        run(*wheels, "--require-hashes", "--no-deps", "--requirement", options.lock)
+        run(*install, "--require-hashes", "--no-deps", "--requirement", options.lock)
         # torch is not in the lock file: its build depends on the machine's package index.
-        run(*wheels, *constraints, "torch")
-        run(python, "-m", "pip", "install", "--no-deps", "--no-build-isolation", *PACKAGES)
+        run(*install, "torch")
+        run(*pip, "install", "--no-deps", "--no-build-isolation", *PACKAGES)
     else:
-        run(*wheels, *constraints, "torch")
-        run(*wheels, *constraints, *PACKAGES)
-        run(*wheels, *constraints, "--no-deps", *WITHOUT_DEPENDENCIES)
-    check_requirements(python)
-    print("Installed into {} in {:.0f} s.".format(options.venv, time.monotonic() - begin))
+        run(*install, "torch")
+        run(*install, *PACKAGES)
+        run(*install, "--no-deps", *WITHOUT_DEPENDENCIES)
+    check_requirements(pip)
+    print(f"Installed into {options.venv} in {time.monotonic() - begin:.0f} s.")
 
 
 def make_environment(venv):
     """Return the environment's Python; make the environment unless a complete one is there."""
-    python = os.path.join(venv, "Scripts" if os.name == "nt" else "bin", "python")
-    ask = "import pip, sys; print('%d.%d' % sys.version_info[:2])"
-    found = output(python, "-c", ask)
-    here = "%d.%d" % sys.version_info[:2]
+    python = venv / ("Scripts" if os.name == "nt" else "bin") / "python"
+    version = "import pip, sys; print(*sys.version_info[:2], sep='.')"
+    here = output(sys.executable, "-c", version)
+    found = output(python, "-c", version)
     if found is None:
         run(sys.executable, "-m", "venv", "--clear", venv)
     elif found != here:
-        stop(
-            "{} holds Python {}, and this is {}. Remove it (make clean) or name another (VENV=…).",
-            venv,
-            found,
-            here,
+        sys.exit(
+            f"error: {venv} holds Python {found}, and {sys.executable} is Python {here}. Remove it "
+            "(make clean), or name another folder (VENV=…)."
         )
     return python
 
 
-def check_disk(venv, install):
-    """Stop if the disk is too small, or if no package index replies: pip would say so late.
+def check_network_and_disk(venv, install):
+    """Stop early if pip would fail later: no package index replies, or the disk is too small.
 
-    The CUDA build of torch needs far more than the CPU build. Which one comes is up to the index.
+    Which build of torch the index offers decides how much is needed.
     """
-    print("Looking up which build of torch the package index has …", flush=True)
-    process = subprocess.run(
-        [*install, "--dry-run", "--quiet", "--retries", "1", "--report", "-"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        universal_newlines=True,
-    )
+    print("Looking up which build of torch this machine gets …", flush=True)
+    options = ("--dry-run", "--quiet", "--retries", "1", "--report", "-")
+    process = subprocess.run((*install, *options, "torch"), capture_output=True, text=True)
     if process.returncode:
         if any(name in process.stderr for name in NETWORK_ERRORS):
-            stop("No package index replies. Check the network, then run the same command again.")
-        sys.stderr.write(process.stderr)
-        stop("pip found no wheel of torch for this Python and system; its message is above.")
+            sys.exit(
+                "error: No package index replies. Check the network and run the same command "
+                "again; it goes on where it stopped."
+            )
+        sys.exit(f"{process.stderr}error: pip cannot install torch here; its message is above.")
     names = [entry["metadata"]["name"] for entry in json.loads(process.stdout)["install"]]
-    if "torch" not in names:  # it is installed
-        return
-    is_cuda = any(name.startswith("nvidia") for name in names)
-    needed = GIGABYTES_CUDA if is_cuda else GIGABYTES_CPU
+    build, needed = "CPU", GIGABYTES_CPU
+    if any(name.startswith("nvidia") for name in names):
+        build, needed = "CUDA", GIGABYTES_CUDA
     free = shutil.disk_usage(venv).free / 1e9
-    if free < needed:
-        message = "The disk of {} has {:.1f} GB free; installing torch with {} needs {} GB."
-        stop(message, os.path.abspath(venv), free, "CUDA" if is_cuda else "CPU support", needed)
+    if "torch" in names and free < needed:
+        sys.exit(
+            f"error: {venv.resolve()} is on a disk with {free:.1f} GB free; installing with "
+            f"torch's {build} build needs {needed} GB. Free some, or name a folder elsewhere "
+            "(VENV=…)."
+        )
 
 
-def check_requirements(python):
-    process = subprocess.run(
-        [python, "-m", "pip", "check"], stdout=subprocess.PIPE, universal_newlines=True
-    )
+def check_requirements(pip):
+    process = subprocess.run((*pip, "check"), stdout=subprocess.PIPE, text=True)
     unmet = [line for line in process.stdout.splitlines() if not line.startswith(UNMET_ON_PURPOSE)]
     if process.returncode and unmet:
-        stop("The packages do not fit together:\n{}", "\n".join(unmet))
+        sys.exit("\n".join(["error: The installed packages do not fit together:", *unmet]))
 
 
 def run(*command):
-    returncode = subprocess.run(command).returncode
-    if returncode:
-        stop("This command failed (exit code {}): {}", returncode, " ".join(command))
+    process = subprocess.run(command)
+    if process.returncode:
+        shown = " ".join(map(str, command))
+        sys.exit(f"error: This command failed (exit code {process.returncode}): {shown}")
 
 
 def output(*command):
-    """Return what a command prints; None if it is not there or fails."""
+    """Return what a command prints; None if it does not exist or fails."""
     try:
         process = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     except OSError:
@@ -138,9 +130,8 @@ def output(*command):
     return None if process.returncode else process.stdout.decode().strip()
 
 
-def stop(message, *values):
-    sys.exit("error: " + message.format(*values))
-
-
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("Interrupted. The same command goes on where this one stopped.")

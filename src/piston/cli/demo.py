@@ -13,7 +13,6 @@ import dataclasses
 import http.client
 import json
 import os
-import resource
 import shlex
 import shutil
 import socket
@@ -326,12 +325,20 @@ class Job:
                 process.wait()
             if self.stages.get(stage) is before:
                 self.stages.add(stage, time.monotonic() - began, None)
-            # Of the processes that have ended, in kilobytes; on macOS in bytes.
-            unit = 1 if sys.platform == "darwin" else 1024
-            peak = unit * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+            peak = _peak_memory_of_children()
             if peak > self.stages.peak_memory_bytes:
                 self.stages.peak_memory_bytes, self.stages.peak_memory_of = peak, LARGEST_PROCESS
             self.stages.write(self.out / STATE)
+
+
+def _peak_memory_of_children() -> int:
+    """Return the bytes of the largest process that has ended; 0 on Windows, which does not say."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
 
 
 def _is_healthy(port: int) -> bool:

@@ -49,10 +49,11 @@ PREFETCH = 2
 # Seconds between two checks that all workers are alive, and before a busy one is killed at the end.
 _CHECK_INTERVAL, _GRACE = 1.0, 1.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# By the number of the signal: Windows has no name for SIGKILL.
 _DEATH_HINTS = {
-    signal.SIGKILL: " The system kills processes when it runs out of memory: try fewer workers "
+    9: " The system kills processes when it runs out of memory: try fewer workers "
     "(--num-workers) or a smaller batch.",
-    signal.SIGSEGV: " A video may be damaged: run piston data check.",
+    11: " A video may be damaged: run piston data check.",
 }
 
 
