@@ -4,10 +4,12 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from piston.extras import _PACKAGES, needed_for
+from piston import extras
+from piston.extras import _PACKAGES, missing_package, needed_for
 
 # As in an environment with nothing but `pip install 'piston[client]'`.
 BLOCKER = """
@@ -70,3 +72,45 @@ def test_the_extra_of_a_package():
     with pytest.raises(ModuleNotFoundError, match="mine"):  # noqa: SIM117
         with needed_for("A case"):
             raise ModuleNotFoundError("mine", name="mine")
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "advice"),
+    [
+        ("gym_aloha", (3, 12), "'piston[sim]'"),
+        ("gym_aloha", (3, 13), "--no-deps gym-aloha==0.1.5"),
+        ("dm_control", (3, 12), "'piston[sim]'"),
+        (
+            "dm_control",
+            (3, 13),
+            f"--no-deps dm-control=={extras._DM_CONTROL} absl-py dm-env lxml scipy",
+        ),
+        ("metaworld", (3, 13), "'piston[sim]'"),
+        ("mujoco", (3, 14), "'piston[sim]'"),
+    ],
+)
+def test_what_an_extra_does_not_bring_is_named(package, version, advice, monkeypatch):
+    monkeypatch.setattr(extras, "sys", SimpleNamespace(version_info=version, executable="python"))
+    message = str(missing_package("The simulator", package))
+    assert message.startswith(f"The simulator needs {package}, which is not installed.")
+    assert message.endswith(f"Run: python -m pip install {advice}")
+    assert ("labmaze has no wheel" in message) == ("--no-deps" in advice)
+
+
+def test_nothing_helps_on_a_python_that_metaworld_refuses(monkeypatch):
+    monkeypatch.setattr(extras, "sys", SimpleNamespace(version_info=(3, 14), executable="python"))
+    message = str(missing_package("The simulator", "metaworld"))
+    assert message.endswith("metaworld 3.1.1 requires Python 3.13 or older.")
+    assert "Run:" not in message
+
+
+def test_commands_and_the_extra_name_the_same_versions():
+    pyproject = (Path(__file__).parent.parent / "pyproject.toml").read_text()
+    constraints = (Path(__file__).parent.parent / "constraints.txt").read_text()
+    for name, requirement in (
+        ("gym_aloha", "gym-aloha==0.1.5"),
+        ("metaworld", "metaworld==3.1.1"),
+    ):
+        major, minor = extras._GAPS[name][0]
+        assert f"{requirement}; python_version < '{major}.{minor}'" in pyproject
+    assert "dm_control==1.0.28\n" in constraints

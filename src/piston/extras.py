@@ -23,14 +23,28 @@ _PACKAGES = {
 }
 _EXTRAS = {package: extra for extra, packages in _PACKAGES.items() for package in packages}
 
+# What an extra does not bring from a version of Python on: why, and what pip can install instead.
+_NO_LABMAZE = "its dependency labmaze has no wheel"
+_DM_CONTROL = "1.0.28" if sys.version_info < (3, 14) else "1.0.40"  # for the extra's mujoco
+_GAPS = {
+    "gym_aloha": ((3, 13), _NO_LABMAZE, "gym-aloha==0.1.5"),
+    # With what gym-aloha's environments import of its dependencies.
+    "dm_control": ((3, 13), _NO_LABMAZE, f"dm-control=={_DM_CONTROL} absl-py dm-env lxml scipy"),
+    "metaworld": ((3, 14), "metaworld 3.1.1 requires Python 3.13 or older", ""),
+}
+
 
 def missing_package(what: str, package: str) -> ImportError:
     """Return the error for `what`, which needs a package that is not installed."""
     python, here = sys.executable, os.path.join(os.getcwd(), "")  # noqa: PTH109, PTH118
-    command = (
-        f"{shlex.quote(python.removeprefix(here))} -m pip install 'piston[{_EXTRAS[package]}]'"
-    )
-    return ImportError(f"{what} needs {package}, which is not installed. Run: {command}")
+    pip = f"{shlex.quote(python.removeprefix(here))} -m pip install"
+    extra = f"'piston[{_EXTRAS[package]}]'"
+    message = f"{what} needs {package}, which is not installed."
+    since, reason, packages = _GAPS.get(package, ((4, 0), "", ""))
+    if sys.version_info < since:
+        return ImportError(f"{message} Run: {pip} {extra}")
+    message += f" {extra} does not bring it on this Python: {reason}."
+    return ImportError(f"{message} Run: {pip} --no-deps {packages}" if packages else message)
 
 
 @contextlib.contextmanager

@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("gym_aloha", reason="needs the extra `sim`")
+import mujoco
 from gym_aloha.constants import START_ARM_POSE
 
-from piston.sim.aloha import _physics
+from piston.sim.aloha import load_model
 from piston.sim.aloha_experts import LEFT, RIGHT, joints_for
 
 MODEL = "bimanual_viperx_transfer_cube.xml"
@@ -16,14 +17,15 @@ TIP = 0.135  # finger tips, along the gripper's x axis
 
 
 def _tip_and_axes(side: str, joints: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    physics = _physics(MODEL).copy(share_model=True)
+    model = load_model(MODEL)
+    data = mujoco.MjData(model)
     first = 0 if side == "left" else 8
-    with physics.reset_context():
-        physics.data.qpos[:16] = START_ARM_POSE
-        physics.data.qpos[first : first + 6] = joints
-    body = f"vx300s_{side}/gripper_link"
-    axes = np.array(physics.named.data.xmat[body]).reshape(3, 3)
-    return np.array(physics.named.data.xpos[body]) + TIP * axes[:, 0], axes
+    data.qpos[:16] = START_ARM_POSE
+    data.qpos[first : first + 6] = joints
+    mujoco.mj_kinematics(model, data)
+    body = data.body(f"vx300s_{side}/gripper_link")
+    axes = np.array(body.xmat).reshape(3, 3)
+    return np.array(body.xpos) + TIP * axes[:, 0], axes
 
 
 @given(

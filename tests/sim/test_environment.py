@@ -174,7 +174,7 @@ def test_every_listed_name_is_unique():
 
 def test_without_the_simulators_the_extra_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "piston.sim.aloha", raising=False)
-    monkeypatch.setitem(sys.modules, "gym_aloha", None)
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
     with pytest.raises(ImportError, match=r"pip install 'piston\[sim\]'"):
         make_environment("aloha_insertion")
 

@@ -73,11 +73,11 @@ def run(monkeypatch):
 @pytest.mark.parametrize("seed", [11, 12, 13])
 def test_the_parts_of_the_transfer_begin_where_it_shows(run, seed):
     environment, expert = run("aloha_transfer_cube")
-    physics = environment._physics
+    data = environment._current().data
     # The state, then the position of the cube.
     episode = Episode(
         *(environment, expert, seed),
-        lambda: np.append(environment._task.get_qpos(physics), physics.data.qpos[16:19]),
+        lambda: np.append(environment._state(), data.qpos[16:19]),
     )
     reach, grasp, bring, approach, hand_over, apart = episode.parts
     at = {part: episode.start(part) for part in episode.parts}
@@ -109,10 +109,10 @@ def test_the_parts_of_the_transfer_begin_where_it_shows(run, seed):
 @pytest.mark.parametrize("seed", [11, 12])
 def test_the_parts_of_the_insertion_begin_where_it_shows(run, seed):
     environment, expert = run("aloha_insertion")
-    physics = environment._physics
+    data = environment._current().data
     episode = Episode(
         *(environment, expert, seed),
-        lambda: np.append(environment._task.get_qpos(physics), physics.data.qpos[16:]),
+        lambda: np.append(environment._state(), data.qpos[16:]),
     )
     reach, grasp, bring, insert = episode.parts
     at = {part: episode.start(part) for part in episode.parts}

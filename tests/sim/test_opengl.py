@@ -36,15 +36,17 @@ def test_what_the_user_set_stands(machine, monkeypatch):
     assert opengl.choose_opengl() == "osmesa"
 
 
-def test_nothing_is_chosen_where_mujoco_needs_no_choice(machine):
-    machine(platform="darwin")
+@pytest.mark.parametrize("platform", ["darwin", "win32"])
+def test_nothing_is_chosen_where_mujoco_needs_no_choice(machine, platform):
+    machine(platform=platform)
     assert opengl.choose_opengl() is None
     assert opengl.VARIABLE not in opengl.os.environ
 
 
 def test_a_machine_without_any_is_told_what_to_install(machine):
     machine()
-    with pytest.raises(opengl.RenderingUnavailable, match=r"apt install libegl1.*libosmesa6"):
+    packages = r"apt install libegl1 libgl1 .*libosmesa6.*dnf install mesa-libEGL mesa-libGL"
+    with pytest.raises(opengl.RenderingUnavailable, match=packages):
         opengl.choose_opengl()
 
 

@@ -35,14 +35,14 @@ def test_leaving_out_what_is_out_of_sight_changes_no_pixel(
 
 
 def test_a_narrow_view_leaves_most_things_out(at_work):
-    model, data = at_work._physics.model.ptr, at_work._physics.data.ptr
+    _, model, data = at_work._current()
     camera = model.camera("top").id
     with rendering._camera_set_up(model, data, camera, 8.0, aspect=1.0):
         assert (model.geom_group == rendering._UNDRAWN_GROUP).sum() > model.ngeom / 2
 
 
 def test_drawing_leaves_the_model_as_it_was(at_work):
-    model = at_work._physics.model
+    model = at_work._current().model
     before = model.cam_fovy.copy(), model.geom_group.copy()
     at_work.observe()
     np.testing.assert_array_equal(model.cam_fovy, before[0])

@@ -1,14 +1,14 @@
 """The simulated ALOHA robot: gym-aloha's worlds and rewards, rendered only when needed.
 
-gym-aloha itself renders three large images in every step. `AlohaEnvironment` steps the same physics
-and task objects without; its one camera shows the centre half of gym-aloha's top image.
-`StockAlohaEnvironment` is what `gymnasium.make` builds, cropped to the same view: a policy that
-works in one must work in the other.
+gym-aloha itself renders three large images in every step and needs dm_control. `AlohaEnvironment`
+loads gym-aloha's model with MuJoCo alone and computes the same states and rewards, bit for bit; its
+one camera shows the centre half of gym-aloha's top image. `StockAlohaEnvironment` is what
+`gymnasium.make` builds, cropped to the same view: a policy that works in one must work in the
+other.
 """
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import functools
 import logging
@@ -20,18 +20,19 @@ from jaxtyping import Float
 from PIL import Image
 
 from piston.data.language import Question
+from piston.extras import needed_for
 from piston.sim.labels import SIDES, Answers, ask, image_position
 from piston.sim.rendering import MujocoEnvironment, View, World
 
-import dm_control.mujoco  # isort: skip  (after rendering, which chooses OpenGL)
-import gym_aloha  # noqa: F401  (registers its environments)
+import mujoco  # isort: skip  (after rendering, which chooses OpenGL)
 import gymnasium
-from dm_control.rl.control import PhysicsError
-from gym_aloha.constants import ASSETS_DIR, DT, JOINTS
-from gym_aloha.tasks import sim as tasks
+from gym_aloha import constants
+from gym_aloha.constants import ASSETS_DIR, DT, JOINTS, START_ARM_POSE
 from gym_aloha.utils import sample_box_pose, sample_insertion_pose
 
 logger = logging.getLogger(__name__)
+# By default MuJoCo writes its warnings to MUJOCO_LOG.TXT in the current folder.
+mujoco.set_mju_user_warning(logger.warning)
 
 DIM = len(JOINTS)
 MAX_STEPS = 300  # as gym-aloha registers its environments
@@ -49,6 +50,41 @@ _INSERTED: Answers = (("yes", 0.0, 0.106), ("no", 0.135, 1.0))  # from centre to
 # From the middle of a hand's fingers to the centre of the cube, and the state of its gripper.
 _HELD_DISTANCE, _HELD_GRIPPER, _FREE_DISTANCE = 0.055, 0.66, 0.1
 
+# The geoms whose contacts determine the reward. One finger stands for each hand.
+_PARTS = {
+    "red_box": "cube",
+    "red_peg": "peg",
+    "pin": "pin",
+    "table": "table",
+    **{f"socket-{wall}": "socket" for wall in (1, 2, 3, 4)},
+    **{f"vx300s_{hand}/10_{hand}_gripper_finger": hand for hand in ("left", "right")},
+}
+
+# Pairs of parts that touch. None stands for all other geoms.
+Contacts = set[frozenset[str | None]]
+
+
+def _transfer_reward(contacts: Contacts) -> int:
+    """The right hand touches the cube (1) and lifts it (2), then the left hand does (3, 4)."""
+    on_table = {"cube", "table"} in contacts
+    if {"cube", "left"} in contacts:
+        return 3 if on_table else 4
+    if {"cube", "right"} in contacts:
+        return 1 if on_table else 2
+    return 0
+
+
+def _insertion_reward(contacts: Contacts) -> int:
+    """The hands touch both parts (1), lift them (2), join them (3), the peg meets the pin (4)."""
+    lifted = {"peg", "table"} not in contacts and {"socket", "table"} not in contacts
+    if {"peg", "pin"} in contacts:
+        return 4
+    if {"peg", "socket"} in contacts and lifted:
+        return 3
+    if {"socket", "left"} in contacts and {"peg", "right"} in contacts:
+        return 2 if lifted else 1
+    return 0
+
 
 @dataclasses.dataclass(frozen=True)
 class AlohaTask:
@@ -59,7 +95,7 @@ class AlohaTask:
     # Its names in gym-aloha.
     gymnasium_id: str
     model_file: str
-    task: Callable[[], Any]
+    reward: Callable[[Contacts], int]
     # The objects in the order of the simulator's state, and their poses for a seed.
     objects: tuple[str, ...]
     poses: Callable[[int], np.ndarray]
@@ -71,7 +107,7 @@ TASKS = {
         prompt="Transfer cube",
         gymnasium_id="gym_aloha/AlohaTransferCube-v0",
         model_file="bimanual_viperx_transfer_cube.xml",
-        task=tasks.TransferCubeTask,
+        reward=_transfer_reward,
         objects=("cube",),
         poses=sample_box_pose,
     ),
@@ -80,7 +116,7 @@ TASKS = {
         prompt="Insert the peg into the socket",
         gymnasium_id="gym_aloha/AlohaInsertion-v0",
         model_file="bimanual_viperx_insertion.xml",
-        task=tasks.InsertionTask,
+        reward=_insertion_reward,
         objects=("peg", "socket"),
         poses=lambda seed: np.concatenate(sample_insertion_pose(seed)),
     ),
@@ -97,8 +133,8 @@ class _Aloha(MujocoEnvironment):
     cameras = {"cam_high": "observation.images.top"}  # noqa: RUF012
     action_names = state_names = tuple(JOINTS)
     overview = View("angle")
-    # dm_control's handle on the simulation.
-    _physics: Any
+    _model: mujoco.MjModel
+    _data: mujoco.MjData
 
     def __init__(self, task: AlohaTask, pixels: int = 96) -> None:
         super().__init__()
@@ -111,16 +147,13 @@ class _Aloha(MujocoEnvironment):
         poses = self.task.poses(self.seed).reshape(-1, 7).tolist()
         return {"seed": self.seed, "objects": dict(zip(self.task.objects, poses, strict=True))}
 
-    def _step(self, action: Float[np.ndarray, " 14"]) -> tuple[float, bool, bool]:
-        try:
-            return self._advance(action)
-        except PhysicsError as error:
-            # An untrained policy may send commands at which the simulation diverges.
-            logger.warning("%s, seed %s: the episode ends here. %s", self.name, self.seed, error)
-            return 0.0, False, True
+    def _diverged(self, reason: object) -> tuple[float, bool, bool]:
+        """Return the last step of an episode in which an untrained policy broke the simulation."""
+        logger.warning("%s, seed %s: the episode ends here. %s", self.name, self.seed, reason)
+        return 0.0, False, True
 
     def questions(self) -> list[Question]:
-        (camera,), objects = self.cameras.values(), self._physics.data.qpos[16:].reshape(-1, 7)
+        (camera,), objects = self.cameras.values(), self._data.qpos[16:].reshape(-1, 7)
         about = self._about_cube if "cube" in self.task.objects else self._about_insertion
         return about(camera, *objects[:, :3])
 
@@ -150,13 +183,10 @@ class _Aloha(MujocoEnvironment):
 
         It does not show whether fingers around the cube have closed, unless they have lifted it.
         """
-        model, data = self._physics.model, self._physics.data
-        state, held = tasks.BimanualViperXTask.get_qpos(self._physics), []
+        state, held = self._state(), []
         for hand, gripper in ("left", state[6]), ("right", state[13]):
             names = (f"vx300s_{hand}/10_{side}_gripper_finger" for side in ("left", "right"))
-            fingers = np.mean(
-                [data.geom_xpos[model.name2id(name, "geom")] for name in names], axis=0
-            )
+            fingers = np.mean([self._data.geom(name).xpos for name in names], axis=0)
             distance = np.linalg.norm(fingers - cube)
             if distance < _HELD_DISTANCE and gripper < _HELD_GRIPPER:
                 held.append(hand)
@@ -166,12 +196,14 @@ class _Aloha(MujocoEnvironment):
             return []
         return ["both" if len(held) == 2 else held[0] if held else "neither"]
 
-    def _current(self) -> World:
-        return World(self.task.model_file, self._physics.model.ptr, self._physics.data.ptr)
+    def _state(self) -> Float[np.ndarray, " 14"]:
+        """Return the joints of both arms; a gripper is one number for its two fingers."""
+        arms = self._data.qpos[:16].reshape(2, 8)[:, :7].copy()
+        arms[:, 6] = constants.normalize_puppet_gripper_position(arms[:, 6])
+        return arms.ravel()
 
-    @abc.abstractmethod
-    def _advance(self, action: Float[np.ndarray, " 14"]) -> tuple[float, bool, bool]:
-        """Step the simulator; return reward, whether the task is fulfilled, whether it ends."""
+    def _current(self) -> World:
+        return World(self.task.model_file, self._model, self._data)
 
 
 class AlohaEnvironment(_Aloha):
@@ -179,42 +211,67 @@ class AlohaEnvironment(_Aloha):
 
     def __init__(self, task: AlohaTask, pixels: int = 96) -> None:
         super().__init__(task, pixels)
-        self._task = task.task()
-        # All environments of the process share the model; each has its own state.
-        self._physics = _physics(task.model_file).copy(share_model=True)
-        self._substeps = round(DT / self._physics.timestep())
+        self._model = load_model(task.model_file)
+        self._data = mujoco.MjData(self._model)
+        mujoco.mj_forward(self._model, self._data)
+        self._parts = [_PARTS.get(self._model.geom(i).name) for i in range(self._model.ngeom)]
+        self._substeps = round(DT / self._model.opt.timestep)
 
     def _sense(self) -> tuple[np.ndarray, np.ndarray]:
-        image = self._render(_TOP, self.pixels, self.pixels)
-        return image, self._task.get_qpos(self._physics)
+        return self._render(_TOP, self.pixels, self.pixels), self._state()
 
     def _reset(self, seed: int) -> None:
-        tasks.BOX_POSE[0] = self.task.poses(seed)  # gym-aloha's tasks read their initial poses here
-        with self._physics.reset_context():
-            self._task.initialize_episode(self._physics)
+        mujoco.mj_resetData(self._model, self._data)
+        # MuJoCo's solver starts at its last solution, so states are bit-equal to gym-aloha's only
+        # if the solver runs as often: once before and twice after the initial state is set.
+        mujoco.mj_forward(self._model, self._data)
+        self._data.qpos[:] = np.concatenate([START_ARM_POSE, self.task.poses(seed)])
+        self._data.ctrl[:] = START_ARM_POSE
+        for _ in range(2):
+            mujoco.mj_forward(self._model, self._data)
 
-    def _advance(self, action: Float[np.ndarray, " 14"]) -> tuple[float, bool, bool]:
-        self._task.before_step(action, self._physics)
-        self._physics.step(self._substeps)
-        reward = self._task.get_reward(self._physics)
+    def _step(self, action: Float[np.ndarray, " 14"]) -> tuple[float, bool, bool]:
+        arms = action.reshape(2, 7)
+        fingers = constants.unnormalize_puppet_gripper_position(arms[:, 6:])
+        self._data.ctrl[:] = np.hstack([arms[:, :6], fingers, -fingers]).ravel()
+        # Each control step ends with the first half of the next substep: what is read between
+        # control steps, such as contacts, then belongs to the joints as they are.
+        mujoco.mj_step2(self._model, self._data)
+        mujoco.mj_step(self._model, self._data, nstep=self._substeps - 1)
+        mujoco.mj_step1(self._model, self._data)
+        if (raised := np.flatnonzero(self._data.warning.number)).size:
+            names = ", ".join(mujoco.mjtWarning(kind).name for kind in raised)
+            return self._diverged(f"The simulation has diverged: {names}.")
+        pairs = self._data.contact.geom.tolist()
+        contacts = {frozenset((self._parts[a], self._parts[b])) for a, b in pairs}
+        reward = self.task.reward(contacts)
         return float(reward), reward == MAX_REWARD, False
 
 
 @functools.cache
-def _physics(model_file: str) -> dm_control.mujoco.Physics:
-    return dm_control.mujoco.Physics.from_xml_path(str(ASSETS_DIR / model_file))
+def load_model(model_file: str) -> mujoco.MjModel:
+    """Return gym-aloha's model, which all environments of the process share."""
+    return mujoco.MjModel.from_xml_path(str(ASSETS_DIR / model_file))
 
 
 class StockAlohaEnvironment(_Aloha):
-    """The environment as `gymnasium.make` builds it: slow, and it ends at the first success."""
+    """The environment as `gymnasium.make` builds it: slow, and it ends at the first success.
+
+    Only this one needs dm_control.
+    """
 
     def __init__(self, task: AlohaTask, pixels: int = 96) -> None:
         super().__init__(task, pixels)
         self.name = f"{task.name}_stock"
-        self._gymnasium = gymnasium.make(
-            task.gymnasium_id, obs_type="pixels_agent_pos", disable_env_checker=True
-        )
-        self._physics = self._gymnasium.unwrapped._env.physics  # type: ignore[attr-defined]
+        with needed_for(self.name):
+            from dm_control.rl.control import PhysicsError
+
+            self._gymnasium = gymnasium.make(
+                task.gymnasium_id, obs_type="pixels_agent_pos", disable_env_checker=True
+            )
+        self._physics_error = PhysicsError
+        physics = self._gymnasium.unwrapped._env.physics  # type: ignore[attr-defined]
+        self._model, self._data = physics.model.ptr, physics.data.ptr
         self._observed: dict[str, Any] = {}
 
     def _sense(self) -> tuple[np.ndarray, np.ndarray]:
@@ -229,6 +286,9 @@ class StockAlohaEnvironment(_Aloha):
     def _reset(self, seed: int) -> None:
         self._observed, _ = self._gymnasium.reset(seed=seed)
 
-    def _advance(self, action: Float[np.ndarray, " 14"]) -> tuple[float, bool, bool]:
-        self._observed, reward, terminated, truncated, info = self._gymnasium.step(action)
+    def _step(self, action: Float[np.ndarray, " 14"]) -> tuple[float, bool, bool]:
+        try:
+            self._observed, reward, terminated, truncated, info = self._gymnasium.step(action)
+        except self._physics_error as error:
+            return self._diverged(error)
         return float(reward), bool(info["is_success"]), terminated or truncated

@@ -41,6 +41,10 @@ _EGL_PLATFORM_DEVICE_EXT = 0x313F
 _GL_RGBA = 0x1908
 _MAX_DEVICES = 16
 _OSMESA_LIBRARIES = ("libOSMesa.so.8", "libOSMesa.so.6", "libOSMesa.so")
+_INSTALL = (
+    "On Debian or Ubuntu: apt install libegl1 libgl1 (or libosmesa6, slower). "
+    "On Fedora: dnf install mesa-libEGL mesa-libGL."
+)
 
 
 class RenderingUnavailable(OSError):
@@ -63,7 +67,7 @@ def choose_opengl() -> str | None:
             return name
     raise RenderingUnavailable(
         "No OpenGL that renders without a screen was found: EGL has no device and OSMesa is not "
-        "installed. On Debian or Ubuntu: apt install libegl1 libgl1 (or libosmesa6, slower)."
+        f"installed. {_INSTALL}"
     )
 
 
@@ -271,10 +275,10 @@ def _opengl() -> Any:
     except Exception as error:
         raise RenderingUnavailable(
             f"OpenGL could not create a context ({error}). Unset MUJOCO_GL to choose another one "
-            "automatically, or install one: apt install libegl1 libgl1 (or libosmesa6)."
+            f"automatically, or install one. {_INSTALL}"
         ) from error
-    # Never freed: at exit dm_control closes the display that both use, and freeing would then print
-    # errors. One more reference keeps __del__ from running.
+    # Never freed: dm_control, which stock environments import, closes the display that both use at
+    # exit, and freeing would then print errors. One more reference keeps __del__ from running.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(context))
     return context
 
