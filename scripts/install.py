@@ -24,7 +24,8 @@ NEWER = ("python3.13", "python3.14", "python3.12", "python3.11")
 WITHOUT_DEPENDENCIES = (
     "openpi-client",
     "gym-aloha==0.1.5",
-    'dm-control==1.0.28; python_version >= "3.13"',
+    'dm-control==1.0.28; python_version == "3.13"',
+    'dm-control==1.0.40; python_version >= "3.14"',
 )
 UNMET_ON_PURPOSE = ("openpi-client ", "gym-aloha ", "dm-control ")
 PACKAGES = ("--editable", "packages/piston-client", "--editable", ".[dev]")
