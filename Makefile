@@ -34,15 +34,15 @@ help:
 setup: $(STAMP)
 
 # pip, not uv: the constraints select the CPU build of torch where one is offered.
-$(STAMP): pyproject.toml $(CONSTRAINTS) $(LOCK)
+$(STAMP): pyproject.toml packages/piston-client/pyproject.toml $(CONSTRAINTS) $(LOCK)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 ifeq ($(LOCK),)
 	$(PIP_INSTALL) $(addprefix --constraint ,$(CONSTRAINTS)) torch
-	$(PIP_INSTALL) $(addprefix --constraint ,$(CONSTRAINTS)) --editable '.[dev]'
+	$(PIP_INSTALL) $(addprefix --constraint ,$(CONSTRAINTS)) --editable packages/piston-client --editable '.[dev]'
 else
 	$(PIP_INSTALL) --require-hashes --no-deps --requirement $(LOCK)
 	$(PIP_INSTALL) --constraint constraints.txt torch
-	$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
+	$(PIP_INSTALL) --no-deps --no-build-isolation --editable packages/piston-client --editable .
 	$(BIN)/pip check
 endif
 	@touch $@
@@ -64,6 +64,7 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --python-version 3.10 packages/piston-client/src
 	@if $(TSC) --version >/dev/null 2>&1; then $(TSC) --project src/piston/inspection/page; else \
 	    echo "Skipped: the types of src/piston/inspection/page need Node.js and the npm registry."; fi
 
