@@ -19,16 +19,18 @@ unexport PYTHONDONTWRITEBYTECODE
 # Where `make install` puts a link to the command `piston`: a folder that is in PATH.
 BINDIR ?= $(HOME)/.local/bin
 
-.PHONY: help setup install test demo check bench lock stress clean
+.PHONY: help setup install test test-client wheels demo check bench lock stress clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make test     install and run the whole test suite"
-	@echo "make demo     install and run the main job"
-	@echo "make install  install, and link the command piston to $(BINDIR)"
-	@echo "make check    ruff (lint, format), mypy and tsc"
-	@echo "make bench    measure speed (benchmarks/)"
-	@echo "make stress   try to break servers and files for about ten minutes (tests/stress/)"
+	@echo "make test         install and run the whole test suite"
+	@echo "make test-client  run the client's tests with other versions of Python, from 3.8 on"
+	@echo "make wheels       build piston and piston-client into dist/"
+	@echo "make demo         install and run the main job"
+	@echo "make install      install, and link the command piston to $(BINDIR)"
+	@echo "make check        ruff (lint, format), mypy and tsc"
+	@echo "make bench        measure speed (benchmarks/)"
+	@echo "make stress       try to break servers and files for about ten minutes (tests/stress/)"
 
 setup: $(STAMP)
 
@@ -45,6 +47,16 @@ install: setup
 # run in one worker, because they share what is expensive to prepare.
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	@$(MAKE) --no-print-directory test-client
+
+# The versions of Python that are installed here; the main one is part of `make test`.
+test-client: setup
+	$(BIN)/python packages/piston-client/run_tests.py
+
+# What an earlier build left would bring modules that are gone.
+wheels: setup
+	rm -rf build packages/piston-client/build
+	$(BIN)/pip wheel --no-deps --wheel-dir dist . packages/piston-client
 
 demo: setup
 	$(BIN)/python -m piston.cli demo aloha
@@ -53,6 +65,7 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --python-version 3.10 packages/piston-client/src
 	@if $(TSC) --version >/dev/null 2>&1; then $(TSC) --project src/piston/inspection/page; else \
 	    echo "Skipped: the types of src/piston/inspection/page need Node.js and the npm registry."; fi
 
@@ -72,4 +85,4 @@ lock:
 	    --universal --python-version 3.11 --no-header --no-annotate --output-file .ci/requirements.lock -
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-client .mypy_cache .ruff_cache .pytest_cache

@@ -35,9 +35,9 @@ from common import main
 from piston import presets
 from piston.cli.client import example_of
 from piston.cli.console import console
-from piston.client import Client, ServerError
-from piston.client.codec import pack, unpack
 from piston.serving import ServerConfig, running_server
+from piston_client import Client, ServerError
+from piston_client.codec import pack, unpack
 
 _ACTIONS = np.zeros((50, 14), np.float32)
 _CAMERAS = ("cam_high", "cam_left_wrist", "cam_right_wrist")
@@ -154,7 +154,7 @@ def _rates(ports: Mapping[str, int], crowds: tuple[int, ...], num_turns: int) ->
 def _public_client(port: int) -> tuple[str, Infer]:
     """openpi-client where it is installed, because that is what robots out there use."""
     if importlib.util.find_spec("openpi_client") is None:
-        return "piston.client", Client("127.0.0.1", port).infer
+        return "piston_client", Client("127.0.0.1", port).infer
     public = importlib.import_module("openpi_client.websocket_client_policy")
     return "openpi-client", public.WebsocketClientPolicy("127.0.0.1", port).infer
 

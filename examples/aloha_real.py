@@ -7,12 +7,15 @@ On the machine with the GPU, 10.0.0.5 (docs/serving.md adds a key and TLS):
 
 On the robot's computer, after the launch file of the ALOHA software:
 
+    pip install piston-client
     python examples/aloha_real.py ws://10.0.0.5:8000 --prompt "fold the towel"
 
-Needs `rospy`, `cv_bridge` and `interbotix_xs_modules` in a Python of at least 3.11, such as ROS 1
-from RoboStack; the Python 3.8 of Ubuntu 20.04 is too old. Compare the names of the camera topics
-with `rostopic list`. Keep clear of the arms: they move to the reset pose first.
+Needs `rospy`, `cv_bridge` and `interbotix_xs_modules`. The Python 3.8 of ROS Noetic on Ubuntu 20.04
+works. Compare the names of the camera topics with `rostopic list`. Keep clear of the arms: they
+move to the reset pose first.
 """
+
+from __future__ import annotations
 
 import argparse
 import functools
@@ -23,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from piston.client import Client, RealTimeBroker, Runtime
+from piston_client import Client, RealTimeBroker, Runtime
 
 HZ = 50.0
 CAMERAS = {
@@ -105,7 +108,7 @@ class Aloha:
         return np.concatenate(parts).astype(np.float32)
 
     def apply_action(self, action: np.ndarray) -> None:
-        for arm, target in zip(self._arms, np.split(action, 2), strict=True):
+        for arm, target in zip(self._arms, np.split(action, 2)):
             arm.arm.set_joint_positions(target[:6].tolist(), blocking=False)
             low, high = MOTOR_RADIANS
             radians = low + float(np.clip(target[6], 0.0, 1.0)) * (high - low)

@@ -14,11 +14,11 @@ from typing import Annotated
 import tyro
 
 import piston
-from piston.client import ActionChunkBroker
 from piston.inference import Policy
 from piston.sim import make_environment
 from piston.sim.environment import Environment
 from piston.sim.scores import Rate
+from piston_client import ActionChunkBroker
 
 
 def main(

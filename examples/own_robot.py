@@ -9,13 +9,16 @@
 
 `tiny_robot` trains a small model on a CPU, to try the path; `pi0_robot` fine-tunes the base model
 on a GPU. Copy this file and replace `Arm` and `teleoperated_target`; docs/your-robot.md says more.
+`drive` needs only `piston-client` and Python 3.8; the other commands need `piston`.
 """
+
+from __future__ import annotations
 
 import argparse
 
 import numpy as np
 
-from piston.client import AsyncChunkBroker, Client, Runtime
+from piston_client import AsyncChunkBroker, Client, Runtime
 
 HZ = 20.0
 NAMES = [f"joint_{i}" for i in range(1, 8)] + ["gripper"]

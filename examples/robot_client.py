@@ -3,9 +3,12 @@
     piston serve --preset pi0_aloha_sim --random-weights          # or: piston serve CHECKPOINT
     python examples/robot_client.py ws://127.0.0.1:8000 --prompt "transfer the cube"
 
-The robot's computer needs numpy, msgpack and websockets; `piston.client` imports nothing else.
+The robot's computer needs Python 3.8 or newer and `pip install piston-client`, which brings numpy,
+msgpack and websockets, but not PyTorch.
 Start with a small --max-step, and with a hand on the emergency stop.
 """
+
+from __future__ import annotations
 
 import argparse
 import dataclasses
@@ -13,7 +16,7 @@ import logging
 
 import numpy as np
 
-from piston.client import AsyncChunkBroker, Client, Limits, Runtime
+from piston_client import AsyncChunkBroker, Client, Limits, Runtime
 
 
 class Arm:

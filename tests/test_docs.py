@@ -22,7 +22,9 @@ DOCS = REPOSITORY / "docs"
 # A block of Python, and what it prints if the page shows that directly below it.
 BLOCK = re.compile(r"^```python\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!`)\[[^]]*\]\(([^)\s]+)\)")
-PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted(DOCS.glob("*.md"))]
+PAGES = sorted(
+    page for place in ("*.md", "docs/*.md", "packages/*/*.md") for page in REPOSITORY.glob(place)
+)
 # `your-robot.md` has commands between its blocks: see below.
 PROGRAMS = [
     page for page in PAGES if BLOCK.search(page.read_text("utf-8")) and page.name != "your-robot.md"
@@ -175,10 +177,11 @@ def has_options(verb, *rest):
 
 def exists(dotted):
     """Whether `piston.module.Class.attribute` exists; a field of a dataclass is an attribute."""
-    found, *rest = importlib.import_module("piston"), *dotted.split(".")[1:]
+    package, *rest = dotted.split(".")
+    found = importlib.import_module(package)
     for position, name in enumerate(rest, start=1):
         if isinstance(found, types.ModuleType) and not hasattr(found, name):
-            found = importlib.import_module(".".join(["piston", *rest[:position]]))
+            found = importlib.import_module(".".join([package, *rest[:position]]))
         elif name in getattr(found, "__dataclass_fields__", ()):
             found = None
         else:
@@ -204,7 +207,7 @@ def test_commands_and_names_of_the_migration_tables_exist():
             kind, is_right = "command", parses_in_training(*words[2:])
         elif words[0] == "piston":
             kind, is_right = "command", words[1] in cli.VERBS and has_options(*words[1:])
-        elif span.startswith("piston."):
+        elif span.startswith(("piston.", "piston_client.")):
             kind, is_right = "name", exists(span)
         elif subject == "Checkpoints":
             kind, is_right = "preset", span in presets.names()

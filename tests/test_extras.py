@@ -1,5 +1,9 @@
-"""Packages that are not installed: the client works without them, the rest names the extra."""
+"""Packages that are not installed: the client works without them, the rest says what to install.
 
+Also what the two distributions, piston and piston-client, require.
+"""
+
+import re
 import subprocess
 import sys
 import tomllib
@@ -8,15 +12,18 @@ from types import SimpleNamespace
 
 import pytest
 
+import piston
+import piston_client
 from piston import extras
 from piston.extras import _PACKAGES, missing_package, needed_for
 
-# As in an environment with nothing but `pip install 'piston[client]'`.
+# As in an environment with nothing but `pip install piston-client` and Piston's source.
 BLOCKER = """
 import importlib.machinery, sys
 
 class Blocker:
-    ALLOWED = {*sys.stdlib_module_names, "piston", "numpy", "msgpack", "websockets"}
+    OWN = {"piston", "piston_client"}
+    ALLOWED = {*sys.stdlib_module_names, *OWN, "numpy", "msgpack", "websockets"}
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):
@@ -32,15 +39,40 @@ def _run(program):
     return subprocess.run(command, capture_output=True, text=True)
 
 
+REPOSITORY = Path(__file__).parent.parent
+
+
+def _project(folder):
+    return tomllib.loads((folder / "pyproject.toml").read_text("utf-8"))["project"]
+
+
+def _names(requirements):
+    return {re.split("[>=<]", requirement)[0] for requirement in requirements}
+
+
 def test_the_client_needs_three_packages():
-    pyproject = Path(__file__).parent.parent / "pyproject.toml"
-    project = tomllib.loads(pyproject.read_text())["project"]
-    names = [requirement.partition(">")[0] for requirement in project["dependencies"]]
-    assert names == ["numpy", "msgpack", "websockets"]
-    assert project["optional-dependencies"]["client"] == []
-    assert set(_PACKAGES) == set(project["optional-dependencies"]) - {"client", "dev"}
-    result = _run("import piston.client; piston.client.Client; print('works')")
+    client = _project(REPOSITORY / "packages/piston-client")
+    assert _names(client["dependencies"]) == {"numpy", "msgpack", "websockets"}
+    assert client["requires-python"] == ">=3.8"
+    result = _run("import piston_client; piston_client.Client; print('works')")
     assert result.stdout == "works\n", result.stderr
+
+
+def test_piston_requires_the_client_of_its_own_version():
+    assert piston_client.__version__ == piston.__version__
+    project = _project(REPOSITORY)
+    assert project["dependencies"][0] == f"piston-client=={piston.__version__}"
+    imported = {"pillow": "PIL", "piston-client": "piston_client"}
+    assert {imported.get(name, name) for name in _names(project["dependencies"])} == {
+        *_PACKAGES[""]
+    }
+
+
+def test_the_extras():
+    extras = _project(REPOSITORY)["optional-dependencies"]
+    assert set(extras) - {"dev"} == set(_PACKAGES) - {""} | {"client", "full"}
+    # The names that 0.1.0 had.
+    assert extras["client"] == extras["full"] == []
 
 
 @pytest.mark.parametrize(
@@ -51,11 +83,11 @@ def test_the_client_needs_three_packages():
         ("from piston.cli import main; sys.exit(main(['train', '--help']))", "This command needs"),
     ],
 )
-def test_without_the_rest_the_extra_is_named(program, what):
+def test_an_incomplete_installation_is_reported(program, what):
     result = _run(program)
     assert result.returncode == 1
     assert what in result.stderr
-    assert "-m pip install 'piston[full]'" in result.stderr
+    assert result.stderr.rstrip().endswith("-m pip install piston")
     if "main" in program:
         assert "Traceback" not in result.stderr
 
@@ -114,3 +146,24 @@ def test_commands_and_the_extra_name_the_same_versions():
         major, minor = extras._GAPS[name][0]
         assert f"{requirement}; python_version < '{major}.{minor}'" in pyproject
     assert f"dm_control=={extras._DM_CONTROL};" in constraints
+def test_the_old_name_of_the_client():
+    """`piston.client` is `piston_client` with the same modules, in whatever order they come."""
+    program = """
+import pkgutil
+import piston.client.limits
+from piston.client import Client
+from piston.client.client import make_uri
+import piston_client
+assert piston.client is piston_client and Client is piston_client.Client
+for module in pkgutil.iter_modules(piston_client.__path__):
+    old = __import__(f"piston.client.{module.name}", fromlist=["_"])
+    assert old is getattr(piston_client, module.name), module
+assert "torch" not in sys.modules
+print(make_uri("robot", 1))
+"""
+    assert _run(program).stdout == "ws://robot:1\n", _run(program).stderr
+
+
+def test_the_old_name_can_be_patched(monkeypatch):
+    monkeypatch.setattr("piston.client.client._MAX_REPLY_BYTES", 1000)
+    assert piston_client.client._MAX_REPLY_BYTES == 1000

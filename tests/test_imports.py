@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 
 import piston
+import piston_client
 
 SOURCE = Path(piston.__file__).parent
+CLIENT = Path(piston_client.__file__).parent
 
 # A file may use what stands in an earlier row, or in its own package; never what comes later.
 ROWS = (
-    ("client",),
     ("logs", "progress", "files", "suggestions", "signals", "extras", "llvm"),
     ("observation", "assets", "serialization"),
     ("tokenizers",),
@@ -53,9 +54,20 @@ def _files() -> list[Path]:
 def test_imports_point_backwards(path):
     own = path.relative_to(SOURCE).parts[0].removesuffix(".py")
     imported = _parts_imported(path) - {own}
-    if own == "client":
-        assert not imported, f"the client imports nothing of the rest, found {imported}"
+    if own == "client":  # the old name of piston_client
+        assert not imported, f"an alias imports nothing of Piston, found {imported}"
         return
     assert own in LEVEL, f"{own} has no row in this test: decide where it stands"
+    assert "client" not in imported, "import piston_client instead"
     later = {name for name in imported if LEVEL[name] >= LEVEL[own]}
     assert not later, f"{path.relative_to(SOURCE)} may not import {sorted(later)}"
+
+
+@pytest.mark.parametrize("path", sorted(CLIENT.rglob("*.py")), ids=lambda path: path.name)
+def test_the_client_imports_nothing_of_piston(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names = [node.module or ""]
+        assert "piston" not in {name.partition(".")[0] for name in names}, names

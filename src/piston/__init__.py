@@ -3,7 +3,7 @@
     policy = piston.load_policy("checkpoints/pi0_aloha_sim/first/19999")
     actions = policy.infer(observation)["actions"]
 
-Importing this package loads nothing heavy, so that a robot may import `piston.client` alone.
+Importing this package loads nothing heavy. A robot needs only the distribution `piston-client`.
 """
 
 from __future__ import annotations

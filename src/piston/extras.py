@@ -1,4 +1,4 @@
-"""Optional packages: which extra of Piston brings a package, and how to install it."""
+"""Packages that are not installed: which extra of Piston brings one, and how to install it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 
-# The packages that each extra adds to those of `full`, by the names under which they are imported.
+# The packages that each extra adds, by the names under which they are imported.
 _PACKAGES = {
     "sim": ("mujoco", "dm_control", "gymnasium", "gym_aloha", "metaworld"),
     "track": ("wandb", "tensorboard"),
@@ -16,9 +16,11 @@ _PACKAGES = {
     "hdf5": ("h5py",),
     "gs": ("gcsfs",),
     "inspect": ("starlette", "uvicorn"),
-    "full": (
-        *("PIL", "av", "filelock", "fsspec", "huggingface_hub", "jaxtyping", "pyarrow", "rich"),
-        *("safetensors", "sentencepiece", "tokenizers", "torch", "tyro"),
+    # Piston's own dependencies: without one of them the installation is incomplete.
+    "": (
+        *("PIL", "av", "filelock", "fsspec", "huggingface_hub", "jaxtyping", "msgpack", "numpy"),
+        *("piston_client", "pyarrow", "rich", "safetensors", "sentencepiece", "tokenizers"),
+        *("torch", "tyro", "websockets"),
     ),
 }
 _EXTRAS = {package: extra for extra, packages in _PACKAGES.items() for package in packages}
@@ -38,7 +40,8 @@ def missing_package(what: str, package: str) -> ImportError:
     """Return the error for `what`, which needs a package that is not installed."""
     python, here = sys.executable, os.path.join(os.getcwd(), "")  # noqa: PTH109, PTH118
     pip = f"{shlex.quote(python.removeprefix(here))} -m pip install"
-    extra = f"'piston[{_EXTRAS[package]}]'"
+    name = _EXTRAS[package]
+    extra = f"'piston[{name}]'" if name else "piston"
     message = f"{what} needs {package}, which is not installed."
     since, reason, packages = _GAPS.get(package, ((4, 0), "", ""))
     if sys.version_info < since:
@@ -49,7 +52,7 @@ def missing_package(what: str, package: str) -> ImportError:
 
 @contextlib.contextmanager
 def needed_for(what: str) -> Iterator[None]:
-    """Name the extra and the command if an import in this block lacks an optional package.
+    """Name the package and the command if an import in this block lacks a package of ours.
 
     Any other module that is missing stays a ModuleNotFoundError.
     """

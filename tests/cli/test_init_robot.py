@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from piston.cli import main
-from piston.client import Client
 from piston.data.describe import describe_robot
 from piston.data.format import Feature
 from piston.data.metadata import Metadata
@@ -14,6 +13,7 @@ from piston.data.recorder import Recorder
 from piston.inference.loading import load_policy
 from piston.robots.description import read_robot
 from piston.serving import running_server
+from piston_client import Client
 
 JOINTS = [f"joint_{i}" for i in range(1, 8)]
 NUMBERS = {"dtype": "float32", "shape": [8], "names": [*JOINTS, "gripper"]}

@@ -11,9 +11,9 @@ import pytest
 
 from piston import presets, serialization
 from piston.cli import main
-from piston.client.examples import example_observation
 from piston.data.recorder import Recorder
 from piston.inference.loading import load_policy
+from piston_client.examples import example_observation
 
 ROBOT = """
 import dataclasses

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from piston.client import Limits, Runtime
 from piston.config import DataConfigFactory
 from piston.data import limits as module
 from piston.data.limits import action_limits
@@ -28,6 +27,7 @@ from piston.robots.simple import (
 )
 from piston.transforms import Group, compose
 from piston.transforms.actions import AbsoluteActions, DeltaActions
+from piston_client import Limits, Runtime
 
 from .pipelines import MODEL, data_config, three_joints
 from .synthetic import Folder

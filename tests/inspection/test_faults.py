@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from piston.client import Client
 from piston.inference.loading import load_policy
 from piston.inference.policy import Policy
 from piston.inference.recording import RecordingPolicy
@@ -18,6 +17,7 @@ from piston.inspection import Frames, Probe, influence, influence_verdicts
 from piston.inspection.live import compare, verdicts
 from piston.serving import running_server
 from piston.transforms import Data
+from piston_client import Client
 
 from . import tiny
 

@@ -16,8 +16,8 @@ from websockets.exceptions import ConnectionClosed
 from websockets.frames import CloseCode
 from websockets.sync.client import connect as open_websocket
 
-from piston.client.codec import pack, unpack
 from piston.serving.protocol import BadRequest, decode_request, encode_error
+from piston_client.codec import pack, unpack
 
 
 class Exploding:

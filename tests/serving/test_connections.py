@@ -18,9 +18,9 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect as open_websocket
 
-from piston.client import Client, ServerError
-from piston.client.codec import pack, unpack
 from piston.serving import Server, ServerConfig, batching
+from piston_client import Client, ServerError
+from piston_client.codec import pack, unpack
 
 # Takes the limit of open files (0: as it is) and options of the server as `name=value`.
 SCRIPT = """

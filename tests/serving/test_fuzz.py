@@ -12,8 +12,8 @@ import pytest
 from hypothesis import strategies as st
 from websockets.sync.client import connect as open_websocket
 
-from piston.client.codec import pack, unpack
 from piston.serving.protocol import BadRequest, decode_request
+from piston_client.codec import pack, unpack
 
 NUM_MESSAGES = 10_500
 

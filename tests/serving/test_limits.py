@@ -14,10 +14,10 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect as open_websocket
 
-from piston.client import Client, ConnectionLost, ServerBusy, ServerError
-from piston.client.codec import pack, unpack
 from piston.serving import MOST_IN_A_BATCH, Server, ServerConfig, running_server
 from piston.serving.server import PolicyThreadEnded
+from piston_client import Client, ConnectionLost, ServerBusy, ServerError
+from piston_client.codec import pack, unpack
 
 
 def wait_until(condition, seconds: float = 5.0) -> None:

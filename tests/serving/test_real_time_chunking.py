@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from piston.client import AsyncChunkBroker, Client, RealTimeBroker
 from piston.inference.policy import Policy
 from piston.models.configs import GemmaSize, Pi0Config, VisionSize
 from piston.models.flow import Pi0
@@ -22,6 +21,7 @@ from piston.robots.simple import LeRobotUR5DataConfig
 from piston.serving import running_server
 from piston.transforms import compose
 from piston.transforms.normalize import NormStats
+from piston_client import AsyncChunkBroker, Client, RealTimeBroker
 
 HORIZON, EXECUTE, DELAY = 12, 5, 4
 # The way from where the joint is to a place at distance 1.

@@ -6,10 +6,10 @@ import threading
 import numpy as np
 import pytest
 
-from piston.client import Client
 from piston.inference.loading import random_policy
 from piston.inference.policy import Policy
 from piston.robots.aloha import make_aloha_example
+from piston_client import Client
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,10 @@ import pytest
 from tests.training.two_robots import BRIGHT, CART, DARK, QUESTION, observation
 
 from piston.cli import main
-from piston.client import ActionChunkBroker, Client, ServerError
 from piston.inference import RobotPolicies, load_policies
 from piston.serving import running_server
 from piston.sim.rollouts import infer_with_server
+from piston_client import ActionChunkBroker, Client, ServerError
 
 
 @pytest.fixture(scope="module")

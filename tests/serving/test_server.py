@@ -12,9 +12,9 @@ import pytest
 from openpi_client.websocket_client_policy import WebsocketClientPolicy
 from websockets.sync.client import connect as open_websocket
 
-from piston.client.codec import pack, unpack
 from piston.serving import Server, ServerConfig, running_server
 from piston.serving.server import PolicyThreadEnded
+from piston_client.codec import pack, unpack
 
 
 def test_metadata_comes_first(start, connect, policy):

@@ -44,7 +44,7 @@ class Arguments:
 
 
 def run(options: Arguments) -> int:
-    logging.getLogger("piston.client").setLevel(logging.ERROR)
+    logging.getLogger("piston_client").setLevel(logging.ERROR)
     rows = [row for part in _chosen(options.parts) for row in _run_part(part, options)]
     marks = {True: Text("yes", style="green"), False: Text("NO", style="bold red")}
     lines = [

@@ -20,9 +20,9 @@ from websockets.exceptions import ConnectionClosed, WebSocketException
 from websockets.sync.client import ClientConnection
 from websockets.sync.client import connect as open_websocket
 
-from piston.client import Client, ServerBusy, ServerError
-from piston.client.codec import pack, unpack
 from piston.serving import Server, ServerConfig
+from piston_client import Client, ServerBusy, ServerError
+from piston_client.codec import pack, unpack
 
 DIM = 14
 

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from websockets.sync.client import ClientConnection
 
-from piston.client import Client
-from piston.client.codec import pack, unpack
 from piston.progress import Progress
 from piston.serving import ServerConfig
+from piston_client import Client
+from piston_client.codec import pack, unpack
 from rows import Part, Row
 from serve import resident_bytes, server_process
 from servers import (

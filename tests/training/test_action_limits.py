@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 import piston
-from piston.client import ActionChunkBroker, Client, Runtime
 from piston.data import open_dataset
 from piston.robots import RobotInputs
 from piston.serving import running_server
 from piston.training.loop import train_loop
+from piston_client import ActionChunkBroker, Client, Runtime
 
 from .recording import record, recorded, spoil
 from .running import tiny

@@ -13,8 +13,8 @@ import tyro
 
 from piston.cli.command import Command, named
 from piston.cli.console import console, fail, table
-from piston.client import Client, Percentiles, ServerError
-from piston.client.examples import example_observation, leaves
+from piston_client import Client, Percentiles, ServerError
+from piston_client.examples import example_observation, leaves
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from piston.client.limits import Limits
 from piston.config import DataConfig
 from piston.data.statistics import BLOCK_VALUES, Frames, TransformedColumns
 from piston.transforms import compose
+from piston_client.limits import Limits
 
 
 def action_limits(datasets: Sequence[Any], pipelines: Sequence[DataConfig]) -> Limits:

@@ -27,13 +27,13 @@ from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
 
-from piston.client.worker import Worker
 from piston.extras import needed_for
 from piston.inference.policy import Policy
 from piston.inspection.answers import NUM_SEEDS, Answers
 from piston.inspection.frames import Frames
 from piston.inspection.probe import Intervention
 from piston.serialization import from_json
+from piston_client.worker import Worker
 
 with needed_for("The page of piston inspect"):
     import uvicorn

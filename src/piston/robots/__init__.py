@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from piston.client.examples import example_observation
 from piston.config import DataConfig, DataConfigFactory
 from piston.models.configs import ModelConfig
 from piston.serialization import register
@@ -33,6 +32,7 @@ from piston.transforms import (
 )
 from piston.transforms.actions import AbsoluteActions, DeltaActions
 from piston.transforms.images import to_uint8_hwc
+from piston_client.examples import example_observation
 
 # How many numbers a key has, or the name of each.
 Dims = int | tuple[str, ...]

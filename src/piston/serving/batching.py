@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from piston.client.worker import Worker
+from piston_client.worker import Worker
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ import re
 import ssl
 from pathlib import Path
 
-from piston.client.client import find_api_key
 from piston.serving.protocol import RequestLimits
+from piston_client.client import find_api_key
 
 
 @dataclasses.dataclass(frozen=True)

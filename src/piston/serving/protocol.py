@@ -26,9 +26,9 @@ from websockets.asyncio.server import ServerConnection, broadcast
 from websockets.exceptions import ConnectionClosed
 from websockets.frames import CloseCode
 
-from piston.client.codec import BUSY, REQUEST_ID, ProtocolError, pack, unpack
 from piston.serving.batching import Batcher, Busy, Observation, Outcome, drop_frames
 from piston.serving.metrics import Metrics
+from piston_client.codec import BUSY, REQUEST_ID, ProtocolError, pack, unpack
 
 logger = logging.getLogger(__name__)
 

@@ -28,8 +28,6 @@ from websockets.asyncio.server import ServerConnection
 from websockets.frames import CloseCode
 from websockets.http11 import Request, Response
 
-from piston.client.codec import pack, shortened
-from piston.client.worker import Worker
 from piston.serving import metrics, protocol
 from piston.serving.batching import Batcher, Policy
 from piston.serving.config import ServerConfig
@@ -42,6 +40,8 @@ from piston.serving.handshakes import (
     most_handshakes,
 )
 from piston.serving.memory import MemoryReturn, keep_blocks
+from piston_client.codec import pack, shortened
+from piston_client.worker import Worker
 
 logger = logging.getLogger(__name__)
 

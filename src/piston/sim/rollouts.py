@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from piston.client import AsyncChunkBroker, Client, RealTimeBroker, ServerError
 from piston.data.recorder import VideoEncoding, encode_video
 from piston.sim import make_environment
 from piston.sim.environment import Environment, Observation, check_evaluation_seeds
 from piston.sim.scores import Evaluation, Outcome, Trace, latency_percentiles
+from piston_client import AsyncChunkBroker, Client, RealTimeBroker, ServerError
 
 if TYPE_CHECKING:  # it imports torch, which an evaluation of a served policy does without
     from piston.sim.failures import FailureWriter

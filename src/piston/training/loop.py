@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from piston import weights
-from piston.client.limits import Limits
 from piston.config import ROBOTS, DataConfig, TrainConfig
 from piston.data.dataset import LeRobotDataset
 from piston.data.limits import action_limits
@@ -43,6 +42,7 @@ from piston.training.run import Run, begin, check_weights, open_run, read_statis
 from piston.training.step import Trainer
 from piston.training.trackers import Meter, Metrics, Trackers, TrainingStopped
 from piston.training.validation import validate
+from piston_client.limits import Limits
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from openpi_client import msgpack_numpy
 
-from piston.client.codec import ProtocolError, pack, unpack
+from piston_client.codec import ProtocolError, pack, unpack
+
+try:
+    from openpi_client import msgpack_numpy
+except ImportError:
+    msgpack_numpy = None
+compares_with_openpi = pytest.mark.skipif(
+    msgpack_numpy is None,
+    reason="needs openpi-client, which is installed where Piston is; the message that it wrote, in "
+    "tests/reference, is compared regardless",
+)
 
 DTYPES = st.one_of(
     arrays.boolean_dtypes(),
@@ -72,11 +81,17 @@ def assert_same(found, expected):
         assert found == expected or (found != found and expected != expected)
 
 
+@compares_with_openpi
 @given(MESSAGES)
 @settings(deadline=None)
 def test_same_bytes_as_openpi_and_back(message):
     assert pack(message) == msgpack_numpy.packb(message)
     assert_same(unpack(msgpack_numpy.packb(message)), msgpack_numpy.unpackb(pack(message)))
+
+
+@given(MESSAGES)
+@settings(deadline=None)
+def test_there_and_back(message):
     assert_same(unpack(pack(message), writable=True), message_without_subclasses(message))
 
 
@@ -102,8 +117,11 @@ def test_the_public_library_s_message(small_reference):
 def test_arrays_that_do_not_lie_in_order():
     image = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
     for array in (image.transpose(2, 0, 1), image[:, ::-1], np.asfortranarray(image)):
-        assert pack(array) == msgpack_numpy.packb(array)
         np.testing.assert_array_equal(unpack(pack(array)), array)
+        in_order = np.ascontiguousarray(array)
+        assert pack(array) == pack(in_order)
+        if msgpack_numpy is not None:
+            assert pack(array) == msgpack_numpy.packb(array)
 
 
 def test_images_are_views_and_actions_can_be_changed_on_request():
@@ -228,6 +246,7 @@ def test_every_cut_of_a_message_is_refused():
             unpack(message[:length])
 
 
+@compares_with_openpi
 @given(st.binary(max_size=200))
 @settings(deadline=None)
 def test_random_bytes_give_what_msgpack_gives_or_an_error(data):

@@ -9,6 +9,7 @@ without numbers: after a reply that did not come in time, the connection is repl
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import logging
 import math
@@ -24,14 +25,17 @@ import time
 import urllib.parse
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 from websockets.frames import CloseCode
 from websockets.sync.client import ClientConnection, connect
 
-from piston.client.codec import BUSY, REQUEST_ID, ProtocolError, pack, shortened, unpack
-from piston.client.examples import example_observation
+from piston_client.codec import BUSY, REQUEST_ID, ProtocolError, pack, shortened, unpack
+from piston_client.examples import example_observation
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +48,11 @@ _CLOSE_SECONDS, _HANDSHAKE_SECONDS = 1.0, 5.0
 # Unanswered requests in a row after which even a connection with numbers is replaced.
 _MAX_UNANSWERED = 2
 _MAX_REPLY_BYTES = 256 * 2**20
+# A server that computes without answering pings is slow, not dead; `timeout` decides. The client
+# of websockets sends pings from version 15 on.
+_NO_PINGS: dict[str, Any] = (
+    {"ping_interval": None} if "ping_interval" in inspect.signature(connect).parameters else {}
+)
 
 
 class ServerError(RuntimeError):
@@ -71,7 +80,12 @@ class _NotReady(ConnectionLost):
 
 
 # Errors that may pass by themselves: the robot holds still and asks again.
-TRANSIENT = (ConnectionError, TimeoutError, ServerBusy)
+TRANSIENT: tuple[type[Exception], ...] = (ConnectionError, TimeoutError, ServerBusy)
+if sys.version_info < (3, 11):  # where these are not the built-in TimeoutError yet
+    import asyncio
+    import concurrent.futures
+
+    TRANSIENT += (socket.timeout, concurrent.futures.TimeoutError, asyncio.TimeoutError)
 
 
 class Client:
@@ -329,9 +343,7 @@ class Client:
                     max_size=_MAX_REPLY_BYTES,
                     open_timeout=min(max(0.01, deadline - time.monotonic()), _HANDSHAKE_SECONDS),
                     close_timeout=_CLOSE_SECONDS,
-                    # A server that computes without answering pings is slow, not dead; `timeout`
-                    # decides.
-                    ping_interval=None,
+                    **_NO_PINGS,
                 ).__enter__()
                 on_failure.callback(_hang_up, websocket)
                 _limit_sending(websocket, self._timeout)
@@ -364,7 +376,7 @@ class Client:
                 raise ConnectionLost(message) from error
             except (EOFError, ConnectionClosed) as error:
                 raise ConnectionLost(f"{self.uri} hung up: {error}.") from error
-            except TimeoutError as error:
+            except (TimeoutError, socket.timeout) as error:  # not the same before Python 3.10
                 raise ConnectionLost(f"{self.uri} does not answer.") from error
             on_failure.pop_all()
         return websocket, metadata

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piston.client import ActionChunkBroker, TemporalEnsemble
+from piston_client import ActionChunkBroker, TemporalEnsemble
 
 
 def actions(broker, num_steps):

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from piston.client import ActionChunkBroker, Client, ConnectionLost, Hooks, Runtime, ServerError
-from piston.client.codec import pack
+from piston_client import ActionChunkBroker, Client, ConnectionLost, Hooks, Runtime, ServerError
+from piston_client.codec import pack
 
 
 class VelocityRobot:

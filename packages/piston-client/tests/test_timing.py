@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piston.client.runtime import Pacer, Percentiles
+from piston_client.runtime import Pacer, Percentiles
 
 
 def test_steps_begin_on_the_grid_however_long_the_work_takes():

@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from piston.client import (
+from piston_client import (
     ActionChunkBroker,
     AsyncChunkBroker,
     Client,
@@ -15,7 +15,7 @@ from piston.client import (
     Runtime,
     TemporalEnsemble,
 )
-from piston.client.codec import pack
+from piston_client.codec import pack
 
 
 class VelocityRobot:

@@ -66,7 +66,7 @@ def unpack(
     values in all maps and lists together; an array counts as four, whatever its size. A text that
     has more than `max_text` characters in any case, by its number of bytes, is not even decoded.
     """
-    if not isinstance(data, bytes | bytearray | memoryview):
+    if not isinstance(data, (bytes, bytearray, memoryview)):
         raise ProtocolError(f"A message consists of bytes; found {type(data).__name__}.")
     too_many = f"The message has more than {max_values} values. Send numbers as an array."
     num_values = 0
@@ -140,7 +140,7 @@ def _refuse_extension(code: int, data: bytes) -> NoReturn:  # noqa: ARG001 (msgp
 
 def _path_to_failure(value: Any) -> str:
     """Return where the first part is that cannot be packed: msgpack's errors do not say it."""
-    is_sequence = isinstance(value, list | tuple)
+    is_sequence = isinstance(value, (list, tuple))
     parts = enumerate(value) if is_sequence else value.items() if isinstance(value, dict) else ()
     for key, part in parts:
         try:
@@ -152,7 +152,7 @@ def _path_to_failure(value: Any) -> str:
 
 def _to_map(value: Any) -> dict[bytes, Any]:
     """Return the map that carries an array or a NumPy scalar; msgpack calls this when packing."""
-    if not isinstance(value, np.ndarray | np.generic):
+    if not isinstance(value, (np.ndarray, np.generic)):
         kind = "an integer of more than 64 bits" if isinstance(value, int) else type(value).__name__
         hint = "; convert it with .numpy() first" if hasattr(value, "numpy") else ""
         raise TypeError(f"{kind} cannot be sent{hint}")

@@ -28,9 +28,9 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
-from piston.client.client import TRANSIENT
-from piston.client.limits import checked_actions, metadata_of
-from piston.client.worker import Worker
+from piston_client.client import TRANSIENT
+from piston_client.limits import checked_actions, metadata_of
+from piston_client.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -84,18 +84,17 @@ class _Plan:
         return {**self.result, "actions": self.actions[step].copy(), "chunk_step": step, **held}
 
 
-@dataclasses.dataclass(eq=False, repr=False)
 class ActionChunkBroker:
     """Execute the first `execute_horizon` steps of a chunk (all of them by default), then ask."""
 
-    policy: Policy
-    execute_horizon: int | None = None
     # The part of a chunk that is executed if `execute_horizon` is not given.
     default_share: ClassVar[float] = 1.0
 
-    def __post_init__(self) -> None:
-        if self.execute_horizon is not None and self.execute_horizon < 1:
-            raise ValueError(f"execute_horizon is 1 or more; found {self.execute_horizon}.")
+    def __init__(self, policy: Policy, execute_horizon: int | None = None) -> None:
+        if execute_horizon is not None and execute_horizon < 1:
+            raise ValueError(f"execute_horizon is 1 or more; found {execute_horizon}.")
+        self.policy = policy
+        self.execute_horizon = execute_horizon
         self._plan: _Plan | None = None
 
     def infer(self, observation: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,7 +162,6 @@ class _Request:
     time: int  # control steps until then
 
 
-@dataclasses.dataclass(eq=False, repr=False)
 class AsyncChunkBroker(ActionChunkBroker):
     """Ask for the next chunk once `execute_horizon` steps of this one are executed; do not wait.
 
@@ -183,25 +181,32 @@ class AsyncChunkBroker(ActionChunkBroker):
     """
 
     default_share: ClassVar[float] = 0.5
-    _: dataclasses.KW_ONLY
-    when_exhausted: Literal["hold", "raise"] = "hold"
-    delay_window: int = 10
-    delay_quantile: float = 1.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.when_exhausted not in ("hold", "raise"):
-            raise ValueError(f"when_exhausted is 'hold' or 'raise'; found {self.when_exhausted!r}.")
-        if self.delay_window < 1 or not 0 <= self.delay_quantile <= 1:
+    def __init__(
+        self,
+        policy: Policy,
+        execute_horizon: int | None = None,
+        *,
+        when_exhausted: Literal["hold", "raise"] = "hold",
+        delay_window: int = 10,
+        delay_quantile: float = 1.0,
+    ) -> None:
+        super().__init__(policy, execute_horizon)
+        if when_exhausted not in ("hold", "raise"):
+            raise ValueError(f"when_exhausted is 'hold' or 'raise'; found {when_exhausted!r}.")
+        if delay_window < 1 or not 0 <= delay_quantile <= 1:
             raise ValueError(
                 f"delay_window is 1 or more and delay_quantile within 0 … 1; found "
-                f"{self.delay_window} and {self.delay_quantile}."
+                f"{delay_window} and {delay_quantile}."
             )
+        self.when_exhausted = when_exhausted
+        self.delay_window = delay_window
+        self.delay_quantile = delay_quantile
         self._worker = Worker("piston chunks")
         self._request: _Request | None = None
         self._time = 0
         # Control steps between the last requests and their answers.
-        self._delays: collections.deque[int] = collections.deque(maxlen=self.delay_window)
+        self._delays: collections.deque[int] = collections.deque(maxlen=delay_window)
         # Since construction: steps without an action of their own, and requests that failed.
         self.num_held = 0
         self.num_failures = 0
@@ -306,7 +311,6 @@ class AsyncChunkBroker(ActionChunkBroker):
         self._plan = new
 
 
-@dataclasses.dataclass(eq=False, repr=False)
 class RealTimeBroker(AsyncChunkBroker):
     """Real-time chunking: the next chunk continues what is executed while it is computed.
 
@@ -324,14 +328,28 @@ class RealTimeBroker(AsyncChunkBroker):
     that the policy was trained for.
     """
 
-    _: dataclasses.KW_ONLY
-    initial_delay: int | None = None
-    kind: Literal["trained", "guided"] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.kind not in (None, "trained", "guided"):
-            raise ValueError(f"kind is 'trained', 'guided' or None; found {self.kind!r}.")
+    def __init__(
+        self,
+        policy: Policy,
+        execute_horizon: int | None = None,
+        *,
+        when_exhausted: Literal["hold", "raise"] = "hold",
+        delay_window: int = 10,
+        delay_quantile: float = 1.0,
+        initial_delay: int | None = None,
+        kind: Literal["trained", "guided"] | None = None,
+    ) -> None:
+        super().__init__(
+            policy,
+            execute_horizon,
+            when_exhausted=when_exhausted,
+            delay_window=delay_window,
+            delay_quantile=delay_quantile,
+        )
+        if kind not in (None, "trained", "guided"):
+            raise ValueError(f"kind is 'trained', 'guided' or None; found {kind!r}.")
+        self.initial_delay = initial_delay
+        self.kind = kind
         self._has_warned = False
 
     @property
@@ -349,7 +367,9 @@ class RealTimeBroker(AsyncChunkBroker):
         delay = longest if self.delay is None else self.delay
         delay = min(delay, num_ahead, len(plan.actions) - executed)
         rtc = {"previous_chunk": plan.ahead, "delay": delay, "execute_horizon": executed}
-        return {**observation, "rtc": rtc | ({} if kind is None else {"kind": kind})}
+        if kind is not None:
+            rtc["kind"] = kind
+        return {**observation, "rtc": rtc}
 
     def _kind(self, num_ahead: int) -> tuple[str | None, int]:
         """Return the kind of the next request, and the longest delay that it can be for.

@@ -16,9 +16,9 @@ from websockets.http11 import Response
 from websockets.server import ServerProtocol
 from websockets.sync.server import serve
 
-from piston.client import Client, ConnectionLost, ReplyTimeout, ServerBusy, ServerError
-from piston.client.client import make_uri
-from piston.client.codec import ProtocolError, pack, unpack
+from piston_client import Client, ConnectionLost, ReplyTimeout, ServerBusy, ServerError
+from piston_client.client import make_uri
+from piston_client.codec import ProtocolError, pack, unpack
 
 KINDS = pytest.mark.parametrize("kind", ["piston", "openpi"])
 
@@ -142,15 +142,13 @@ def test_a_busy_server(start_server):
         websocket.send(pack({"error": error, "request_id": request["request_id"]}))
 
     server = start_server(answer)
-    with (
-        Client("127.0.0.1", server.port) as client,
-        pytest.raises(ServerBusy, match="wait already"),
-    ):
-        client.infer({"n": 0})
+    with Client("127.0.0.1", server.port) as client:  # noqa: SIM117
+        with pytest.raises(ServerBusy, match="wait already"):
+            client.infer({"n": 0})
 
 
 def test_a_reply_that_is_too_large_is_refused(start_server, monkeypatch):
-    monkeypatch.setattr("piston.client.client._MAX_REPLY_BYTES", 1000)
+    monkeypatch.setattr("piston_client.client._MAX_REPLY_BYTES", 1000)
 
     def answer(websocket, request):
         reply = {"actions": np.full((4, 2), request["n"]), "request_id": request["request_id"]}
@@ -183,7 +181,7 @@ def test_a_restarted_server_is_found_again(start_server, kind, caplog):
             0.3, lambda: second.append(start_server(kind=kind, port=first.port))
         )
         timer.start()
-        with caplog.at_level(logging.INFO, logger="piston.client"):
+        with caplog.at_level(logging.INFO, logger="piston_client"):
             assert answer_to(client.infer({"n": 2})) == 2
         timer.join()
         assert answer_to(client.infer({"n": 3})) == 3
@@ -211,10 +209,8 @@ def test_a_connection_that_breaks_in_the_middle_is_replaced_once(start_server):
 def test_waits_for_a_server_that_is_not_up_yet(start_server, free_port, caplog):
     timer = threading.Timer(0.3, lambda: start_server(port=free_port))
     timer.start()
-    with (
-        caplog.at_level(logging.INFO, logger="piston.client"),
-        Client("127.0.0.1", free_port, connect_timeout=10) as client,
-    ):
+    caplog.set_level(logging.INFO, logger="piston_client")
+    with Client("127.0.0.1", free_port, connect_timeout=10) as client:
         assert answer_to(client.infer({"n": 4})) == 4
     timer.join()
     assert caplog.text.count("Waiting for the policy server") == 1
@@ -350,10 +346,7 @@ def test_the_reason_of_a_refusal_is_told(start_server):
 
 def test_many_threads_share_a_client(start_server):
     server = start_server()
-    with (
-        Client("127.0.0.1", server.port) as client,
-        ThreadPoolExecutor(8) as pool,
-    ):
+    with Client("127.0.0.1", server.port) as client, ThreadPoolExecutor(8) as pool:
         answers = pool.map(lambda n: answer_to(client.infer({"n": n})), range(200))
         assert list(answers) == list(range(200))
     assert server.num_connections == 1
@@ -395,11 +388,9 @@ def test_close_wakes_a_waiting_request(start_server, caplog):
 
 def test_real_time_chunking_is_not_silently_ignored(start_server):
     server = start_server(kind="openpi")
-    with (
-        Client("127.0.0.1", server.port) as client,
-        pytest.raises(ValueError, match="no Piston server"),
-    ):
-        client.infer({"n": 1, "rtc": {}})
+    with Client("127.0.0.1", server.port) as client:  # noqa: SIM117
+        with pytest.raises(ValueError, match="no Piston server"):
+            client.infer({"n": 1, "rtc": {}})
 
 
 @pytest.mark.parametrize(
@@ -435,8 +426,8 @@ def test_bad_settings_are_refused():
 
 def test_the_client_needs_nothing_heavy():
     code = (
-        "import sys, piston.client; "
-        "heavy = {'torch', 'pyarrow', 'tyro', 'rich', 'PIL', 'av', 'piston.config'}; "
+        "import sys, piston_client; "
+        "heavy = {'torch', 'pyarrow', 'tyro', 'rich', 'PIL', 'av', 'piston'}; "
         "found = heavy & set(sys.modules); "
         "assert not found, found"
     )

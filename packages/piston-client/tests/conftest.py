@@ -1,17 +1,34 @@
 """Small real servers to talk to, and policies that say which chunk and step an action is from."""
 
+from __future__ import annotations
+
 import contextlib
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
 from websockets.datastructures import Headers
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.server import ServerConnection, serve
 
-from piston.client.codec import pack, unpack
+from piston_client.codec import pack, unpack
+
+# Examples are small; a busy machine must not fail a property.
+hypothesis.settings.register_profile(
+    "piston", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("piston")
+
+# A shell that runs the tests in the background makes all processes ignore Ctrl-C; tests send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+REPOSITORY = Path(__file__).parents[3]
 
 METADATA = {
     "piston": {"piston": {"version": "test", "protocol": 1}, "reset_pose": [0.0, 1.0]},
@@ -73,6 +90,12 @@ def start_server() -> Iterator[Callable[..., SmallServer]]:
     yield start
     for server in started:
         server.stop()
+
+
+@pytest.fixture(scope="session")
+def small_reference() -> Path:
+    """The numerical cases that travel with the repository."""
+    return REPOSITORY / "tests" / "reference"
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 robot → Runtime → broker → Client → server
 """
 
-from piston.client.brokers import (
+from piston_client.brokers import (
     ActionChunkBroker,
     AsyncChunkBroker,
     ChunkExhausted,
@@ -11,11 +11,12 @@ from piston.client.brokers import (
     RealTimeBroker,
     TemporalEnsemble,
 )
-from piston.client.client import Client, ConnectionLost, ReplyTimeout, ServerBusy, ServerError
-from piston.client.codec import ProtocolError
-from piston.client.limits import LimitExceeded, Limits
-from piston.client.runtime import Agent, Environment, Hooks, Percentiles, Runtime, Summary
+from piston_client.client import Client, ConnectionLost, ReplyTimeout, ServerBusy, ServerError
+from piston_client.codec import ProtocolError
+from piston_client.limits import LimitExceeded, Limits
+from piston_client.runtime import Agent, Environment, Hooks, Percentiles, Runtime, Summary
 
+__version__ = "0.2.0.dev0"
 __all__ = [
     "ActionChunkBroker",
     "Agent",
@@ -37,4 +38,5 @@ __all__ = [
     "ServerError",
     "Summary",
     "TemporalEnsemble",
+    "__version__",
 ]

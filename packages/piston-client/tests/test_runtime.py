@@ -1,7 +1,10 @@
 """The control loop on a real clock, with slow, absent and dying agents and servers."""
 
+import asyncio
+import concurrent.futures
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -10,7 +13,7 @@ import time
 import numpy as np
 import pytest
 
-from piston.client import (
+from piston_client import (
     ActionChunkBroker,
     AsyncChunkBroker,
     Client,
@@ -78,7 +81,7 @@ class Journal(Hooks):
     def __getattribute__(self, name):
         if not name.startswith("on_"):
             return super().__getattribute__(name)
-        return lambda *args: self.events.append((name.removeprefix("on_"), *args))
+        return lambda *args: self.events.append((name[len("on_") :], *args))
 
     def named(self, name):
         return [event[1:] for event in self.events if event[0] == name]
@@ -159,6 +162,17 @@ def test_an_outage_is_held_through():
     assert [step for step, _, _ in held] == [5, 6, 7, 8]
 
 
+@pytest.mark.parametrize(
+    "error", [TimeoutError, socket.timeout, concurrent.futures.TimeoutError, asyncio.TimeoutError]
+)
+def test_every_kind_of_timeout_is_held_through(error):
+    """Up to Python 3.10 these are four classes."""
+    robot = Robot(3)
+    summary = Runtime(robot, Agent(errors={1: error()}), control_hz=None).run()
+    assert robot.said == [0, 0, 2]
+    assert isinstance(summary.last_error, error)
+
+
 def test_holding_too_long_ends_the_run(caplog):
     outage = {n: ConnectionLost("server away") for n in range(5, 10_000)}
     robot = Robot(10_000)
@@ -197,7 +211,8 @@ def test_an_agent_that_holds_counts_as_holding(make_policy):
     assert robot.said[-5:] == [3.0] * 5
     assert robot.said == sorted(robot.said)
     assert summary.num_held == len(robot.said) - 4
-    policy.gate.release(100)
+    for _ in range(100):
+        policy.gate.release()
 
 
 def test_without_anything_to_hold_an_outage_is_an_error():
@@ -337,7 +352,7 @@ SERVER = """
 import sys
 import numpy as np
 from websockets.sync.server import serve
-from piston.client.codec import pack, unpack
+from piston_client.codec import pack, unpack
 
 def handle(websocket):
     websocket.send(pack({"piston": {"version": "test", "protocol": 1}}))

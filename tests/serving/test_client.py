@@ -4,6 +4,7 @@ import copy
 import functools
 import operator
 import shutil
+import socket
 import subprocess
 import threading
 import time
@@ -16,10 +17,10 @@ from rich.console import Console
 from piston import presets
 from piston.cli import main
 from piston.cli.client import example_of
-from piston.client import ActionChunkBroker, Client, ConnectionLost, ServerBusy, ServerError
-from piston.client.examples import leaves
 from piston.inference.loading import random_policy
 from piston.serving import ServerConfig, running_server
+from piston_client import ActionChunkBroker, Client, ConnectionLost, ServerBusy, ServerError
+from piston_client.examples import leaves
 
 
 class Doubles:
@@ -137,6 +138,13 @@ def test_a_restart_on_the_same_port():
     with running_server(Doubles(), ServerConfig(port=port)):
         assert broker.infer({"state": 2 * np.ones(1)})["actions"][0] == 4
         client.close()
+
+
+@pytest.fixture
+def free_port():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
 
 
 @pytest.fixture(scope="module")

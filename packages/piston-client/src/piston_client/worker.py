@@ -7,10 +7,11 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 T = TypeVar("T")
-_Call = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
+if TYPE_CHECKING:  # Python 3.8 cannot evaluate it
+    _Call = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 
 
 class Worker:

@@ -18,13 +18,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from piston.client.client import TRANSIENT
-from piston.client.limits import Limits, checked_actions
-from piston.client.worker import Worker
+from piston_client.client import TRANSIENT
+from piston_client.limits import Limits, checked_actions
+from piston_client.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,8 @@ _STOP_SIGNALS = [
 ]
 
 EndedBy = Literal["done", "max_steps", "stopped", "interrupted", "held", "error"]
-SafeAction = Callable[[Mapping[str, Any], np.ndarray | None], np.ndarray]
+if TYPE_CHECKING:  # Python 3.8 cannot evaluate it
+    SafeAction = Callable[[Mapping[str, Any], np.ndarray | None], np.ndarray]
 
 
 class Environment(Protocol):
@@ -135,7 +136,7 @@ class Percentiles(NamedTuple):
         if math.isnan(self.p50):
             return "nothing to measure"
         names = ("median", "90 %", "99 %", "worst")
-        return ", ".join(f"{name} {value:.2f} ms" for name, value in zip(names, self, strict=True))
+        return ", ".join(f"{name} {value:.2f} ms" for name, value in zip(names, self))
 
 
 @dataclasses.dataclass
@@ -189,7 +190,6 @@ class Summary:
         )
 
 
-@dataclasses.dataclass(eq=False, repr=False)
 class Runtime:
     """`Runtime(robot, ActionChunkBroker(Client(…), 25), control_hz=50).run()`
 
@@ -208,27 +208,36 @@ class Runtime:
     to `safe_action`: a robot that is to stand still must not be slowed down only by `max_step`.
     """
 
-    environment: Environment
-    agent: Agent
-    control_hz: float | None
-    _: dataclasses.KW_ONLY
-    hooks: Sequence[Hooks] = ()
-    num_episodes: int = 1
-    max_steps: int | None = None
-    max_hold: float = 2.0
-    safe_action: SafeAction | None = None
-    limits: Limits | Literal[False] | None = None
-
-    def __post_init__(self) -> None:
-        hz = self.control_hz
-        if hz is not None and hz <= 0:
-            raise ValueError(f"control_hz is positive, or None for no pacing; found {hz}.")
-        if not (self.limits is None or self.limits is False or isinstance(self.limits, Limits)):
+    def __init__(
+        self,
+        environment: Environment,
+        agent: Agent,
+        control_hz: float | None,
+        *,
+        hooks: Sequence[Hooks] = (),
+        num_episodes: int = 1,
+        max_steps: int | None = None,
+        max_hold: float = 2.0,
+        safe_action: SafeAction | None = None,
+        limits: Limits | Literal[False] | None = None,
+    ) -> None:
+        if control_hz is not None and control_hz <= 0:
+            raise ValueError(f"control_hz is positive, or None for no pacing; found {control_hz}.")
+        if not (limits is None or limits is False or isinstance(limits, Limits)):
             raise TypeError(
                 "limits is a Limits, False for none, or None for those of the policy's metadata; "
-                f"found {self.limits!r}."
+                f"found {limits!r}."
             )
-        self._period = 0.0 if hz is None else 1 / hz
+        self.environment = environment
+        self.agent = agent
+        self.control_hz = control_hz
+        self.hooks = hooks
+        self.num_episodes = num_episodes
+        self.max_steps = max_steps
+        self.max_hold = max_hold
+        self.safe_action = safe_action
+        self.limits = limits
+        self._period = 0.0 if control_hz is None else 1 / control_hz
         self._worker = Worker("piston agent")
         # Plain, not an Event: a signal handler that takes an Event's lock may wait for itself.
         self._stop: EndedBy | None = None
@@ -329,9 +338,9 @@ class Runtime:
             )
             logger.exception(message)
             if error is None:
-                failure.add_note(message)
+                _add_note(failure, message)
                 raise
-            error.add_note(message)
+            _add_note(error, message)
         finally:
             self._may_move = self._is_ending = False
 
@@ -513,3 +522,8 @@ class Runtime:
     def _call_hooks(self, event: str, *args: Any) -> None:
         for hooks in self.hooks:
             getattr(hooks, event)(*args)
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    """Do what `BaseException.add_note` does, which Python has from 3.11 on."""
+    vars(error).setdefault("__notes__", []).append(note)
