@@ -146,6 +146,8 @@ def test_commands_and_the_extra_name_the_same_versions():
         major, minor = extras._GAPS[name][0]
         assert f"{requirement}; python_version < '{major}.{minor}'" in pyproject
     assert f"dm_control=={extras._DM_CONTROL};" in constraints
+
+
 def test_the_old_name_of_the_client():
     """`piston.client` is `piston_client` with the same modules, in whatever order they come."""
     program = """
