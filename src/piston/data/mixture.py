@@ -104,11 +104,11 @@ class WeightedMixture:
         Each data set gives its share and continues in the next epoch where it stopped, so that all
         of its samples are seen equally often, however large or small its weight.
         """
-        *before, counts = self._counts(epoch + 1)
-        begins = np.sum(before, axis=0, dtype=np.int64) if before else np.zeros_like(counts)
+        counts = self._counts(epoch + 1)
+        begins: np.ndarray = counts[:-1].sum(axis=0)
         parts = [
             self._starts[number] + self._take(seed, number, begin, count)
-            for number, (begin, count) in enumerate(zip(begins, counts))
+            for number, (begin, count) in enumerate(zip(begins, counts[-1]))
         ]
         return np.concatenate(parts)[shuffled(self.samples_per_epoch, seed, epoch)]
 
