@@ -18,16 +18,17 @@ from pathlib import Path
 
 OLDEST = (3, 11)
 NEWER = ("python3.13", "python3.14", "python3.12", "python3.11")
-# These declare dependencies that the parts used here do not need, and that not every Python can
-# install: openpi-client NumPy 1, gym-aloha and dm-control labmaze, which has no wheel after Python
-# 3.12. The extra `dev` in pyproject.toml lists what they do need.
+# These declare requirements that the parts used here do not have, and that not every Python meets:
+# openpi-client NumPy 1; gym-aloha and dm-control labmaze, which has no wheel after Python 3.12;
+# metaworld Python 3.13 or older and a MuJoCo for it. The extra `dev` lists what they do need.
 WITHOUT_DEPENDENCIES = (
     "openpi-client",
     "gym-aloha==0.1.5",
     'dm-control==1.0.28; python_version == "3.13"',
     'dm-control==1.0.40; python_version >= "3.14"',
+    'metaworld==3.1.1; python_version >= "3.14"',
 )
-UNMET_ON_PURPOSE = ("openpi-client ", "gym-aloha ", "dm-control ")
+UNMET_ON_PURPOSE = ("openpi-client ", "gym-aloha ", "dm-control ", "metaworld ")
 PACKAGES = ("--editable", "packages/piston-client", "--editable", ".[dev]")
 # Measured: 2.2 and 5.8 for the environment; besides, pip keeps the wheels and a copy meanwhile.
 GIGABYTES_CPU, GIGABYTES_CUDA = 4, 11
@@ -59,7 +60,7 @@ def main():
     else:
         run(*install, "torch")
         run(*install, *PACKAGES)
-        run(*install, "--no-deps", *WITHOUT_DEPENDENCIES)
+    run(*install, "--no-deps", "--ignore-requires-python", *WITHOUT_DEPENDENCIES)
     check_requirements(pip)
     print(f"Installed into {options.venv} in {time.monotonic() - begin:.0f} s.")
 

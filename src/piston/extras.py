@@ -32,7 +32,11 @@ _GAPS = {
     "gym_aloha": ((3, 13), _NO_LABMAZE, "gym-aloha==0.1.5"),
     # With what gym-aloha's environments import of its dependencies.
     "dm_control": ((3, 13), _NO_LABMAZE, f"dm-control=={_DM_CONTROL} absl-py dm-env lxml scipy"),
-    "metaworld": ((3, 14), "metaworld 3.1.1 requires Python 3.13 or older", ""),
+    "metaworld": (
+        (3, 14),
+        "it declares Python 3.13 or older, but works",
+        "--ignore-requires-python metaworld==3.1.1 imageio scipy",
+    ),
 }
 
 
@@ -47,7 +51,7 @@ def missing_package(what: str, package: str) -> ImportError:
     if sys.version_info < since:
         return ImportError(f"{message} Run: {pip} {extra}")
     message += f" {extra} does not bring it on this Python: {reason}."
-    return ImportError(f"{message} Run: {pip} --no-deps {packages}" if packages else message)
+    return ImportError(f"{message} Run: {pip} --no-deps {packages}")
 
 
 @contextlib.contextmanager
