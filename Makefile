@@ -1,7 +1,8 @@
 # `make test` and `make demo` are all a fresh machine needs. Everything lives in .venv.
 VENV   ?= .venv
-PYTHON ?= python3
 BIN    := $(VENV)/bin
+# What the environment is made with: by default the one that it was made with, if there is one.
+PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 STAMP  := $(VENV)/.installed
 # The versions to install. `make test CONSTRAINTS=` takes the newest that pyproject.toml allows,
 # CONSTRAINTS=constraints-lowest.txt the oldest.
