@@ -80,8 +80,14 @@ def click(page, selector):
 
 def effect(page):
     """The numbers of the sentence, once there is an effect: in deviations and in spreads."""
-    wait_until(lambda: "moves the actions" in text(page, "effect"))
-    words = text(page, "effect").split()
+
+    # The text is read once: when the effect is computed again, it changes at any moment.
+    def words_of_effect():
+        # Read once per try: while the effect is computed again, the page shows another text.
+        shown = text(page, "effect")
+        return shown.split() if "moves the actions" in shown else None
+
+    words = wait_until(words_of_effect)
     return [float(words[words.index(word) + 1]) for word in ("by", "deviation,")]
 
 

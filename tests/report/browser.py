@@ -127,7 +127,9 @@ class Browser:
 
 
 def wait_until(condition):
+    """Return the first true value of a condition that is tried again and again."""
     deadline = time.monotonic() + _DEADLINE
-    while not condition():
+    while not (value := condition()):
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.1)
+    return value
