@@ -85,7 +85,8 @@ def drive(infer: Callable[[Data], Data], see: Callable[[Data], Data]) -> None:
         for step in range(6 * tiny.STEPS):
             if step % tiny.STEPS == 0:
                 world.move_things()
-            world.joints = infer(see(world.observation()))["actions"][0]
+            observation = see(world.observation()) | {"seed": step}
+            world.joints = infer(observation)["actions"][0]
 
 
 def live_problems(policy: Policy, training: Frames, recording: Path) -> set[tuple[str, str]]:
