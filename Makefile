@@ -1,5 +1,8 @@
 # `make test` and `make demo` are all a fresh machine needs. Everything lives in .venv.
 VENV   ?= .venv
+ifneq ($(words $(VENV)),1)
+$(error VENV must be the name of one folder, without spaces; found "$(VENV)")
+endif
 BIN    := $(VENV)/bin
 # What the environment is made with: by default the one that it was made with, if there is one.
 PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)

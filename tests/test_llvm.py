@@ -59,8 +59,12 @@ def test_rendering_before_triton_crashes_without_piston():
         RENDER + "import piston; piston.load_policy" + IMPORT_DYNAMO,
         RENDER + PISTON_RENDERS + IMPORT_DYNAMO,
         "import piston.models.model" + RENDER + IMPORT_DYNAMO,
+        "import piston.sim" + RENDER + IMPORT_DYNAMO,
     ],
-    ids=["piston renders", "own, then a model", "own, then a policy", "own and piston", "last"],
+    ids=[
+        *("piston renders", "own, then a model", "own, then a policy", "own and piston"),
+        *("a model first", "piston.sim first"),
+    ],
 )
 def test_piston_works_in_any_order(program):
     result = run(program)

@@ -22,7 +22,12 @@ def load_triton() -> None:
     flags = sys.getdlopenflags()
     if "libLLVM" in Path("/proc/self/maps").read_text():
         # Something rendered before Piston was imported: Triton has to prefer its own symbols to
-        # the global ones. In this case only, because it also bypasses an allocator in LD_PRELOAD.
+        # the global ones. Memory from an allocator in LD_PRELOAD would then be freed by another.
+        if "malloc" in os.environ.get("LD_PRELOAD", ""):
+            raise ImportError(
+                "Triton cannot be loaded after rendering, with an allocator in LD_PRELOAD. Import "
+                "piston.sim before anything is rendered, or unset LD_PRELOAD."
+            )
         sys.setdlopenflags(flags | os.RTLD_DEEPBIND)
     try:
         with contextlib.suppress(ImportError):  # not installed, as with the CPU build

@@ -31,9 +31,16 @@ def test_egl_is_preferred_and_told_to_mujoco(machine, working, chosen):
 
 
 def test_what_the_user_set_stands(machine, monkeypatch):
-    machine("egl")
+    machine("egl", "osmesa")
     monkeypatch.setenv(opengl.VARIABLE, "osmesa")
     assert opengl.choose_opengl() == "osmesa"
+
+
+def test_a_choice_of_the_user_that_does_not_work_is_an_error_that_names_it(machine, monkeypatch):
+    machine("egl")
+    monkeypatch.setenv(opengl.VARIABLE, "osmesa")
+    with pytest.raises(opengl.RenderingUnavailable, match=r"MUJOCO_GL=osmesa is set.*apt install"):
+        opengl.choose_opengl()
 
 
 @pytest.mark.parametrize("platform", ["darwin", "win32"])

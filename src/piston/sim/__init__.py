@@ -15,6 +15,7 @@ import importlib
 from types import ModuleType
 
 from piston.extras import needed_for
+from piston.llvm import load_triton
 from piston.sim.environment import (
     RECORDING_SEEDS,
     Demonstration,
@@ -35,6 +36,9 @@ __all__ = [
     "make_environment",
     "make_expert",
 ]
+
+# A program may import this module, render with another library, and build a model after that.
+load_triton()
 
 METAWORLD = "metaworld:"
 _STOCK = "_stock"

@@ -32,7 +32,6 @@ import numpy as np
 from jaxtyping import Bool, Float, UInt8
 from PIL import Image
 
-from piston.llvm import load_triton
 from piston.sim.environment import Environment, Observation
 
 VARIABLE = "MUJOCO_GL"
@@ -57,11 +56,18 @@ def choose_opengl() -> str | None:
     MuJoCo reads the variable when it is imported. PyOpenGL and MuJoCo keep the first choice, so
     the system libraries are tried with ctypes instead.
     """
+    candidates = {"egl": egl_works, "osmesa": osmesa_works}
     if chosen := os.environ.get(VARIABLE):
+        works = candidates.get(chosen)
+        if works is not None and not works():
+            raise RenderingUnavailable(
+                f"{VARIABLE}={chosen} is set, but {chosen} does not work on this machine. Unset it "
+                f"to choose another one automatically, or install {chosen}. {_INSTALL}"
+            )
         return chosen
     if not sys.platform.startswith("linux"):
         return None
-    for name, works in (("egl", egl_works), ("osmesa", osmesa_works)):
+    for name, works in candidates.items():
         if works():
             os.environ[VARIABLE] = name
             return name
@@ -110,7 +116,6 @@ def osmesa_works() -> bool:
     return False
 
 
-load_triton()
 _OPENGL = choose_opengl()
 # Their lines on which bindings were found are of no use; warnings and errors are still logged.
 for _chatty in ("OpenGL", "absl"):
