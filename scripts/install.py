@@ -117,7 +117,7 @@ def check_disk_for_torch(venv, install):
 def ask_index(command):
     """Return what pip prints; stop with one line if no package index replies."""
     impatient = (*command, "--retries", "1", "--timeout", "15")
-    process = subprocess.run(impatient, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.run(impatient, capture_output=True, text=True)
     if not process.returncode:
         return process.stdout
     if any(name in process.stderr for name in NETWORK_ERRORS):

@@ -11,6 +11,8 @@ import hypothesis
 import jaxtyping
 import pytest
 
+from piston.extras import require_compiler
+
 # Examples are small; a busy machine must not fail a property.
 hypothesis.settings.register_profile(
     "piston", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -80,6 +82,15 @@ def checkpoint_of_two_robots(tmp_path_factory, shapes_checked) -> Path:
 
     with shapes_checked(False):
         return two_robots.train(tmp_path_factory.mktemp("two robots"))
+
+
+@pytest.fixture(scope="session")
+def compiler() -> None:
+    """Skip tests that use torch.compile where it has no compiler."""
+    try:
+        require_compiler("torch.compile")
+    except ImportError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ Also what the two distributions, piston and piston-client, require.
 import re
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import pytest
 import piston
 import piston_client
 from piston import extras
-from piston.extras import _PACKAGES, missing_package, needed_for
+from piston.extras import _PACKAGES, missing_package, needed_for, require_compiler
 
 # As in an environment with nothing but `pip install piston-client` and Piston's source.
 BLOCKER = """
@@ -167,3 +168,16 @@ print(make_uri("robot", 1))
 def test_the_old_name_can_be_patched(monkeypatch):
     monkeypatch.setattr("piston.client.client._MAX_REPLY_BYTES", 1000)
     assert piston_client.client._MAX_REPLY_BYTES == 1000
+
+
+def test_a_missing_compiler_and_missing_headers_are_named_with_their_packages(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+    with pytest.raises(ImportError, match=r"C\+\+ compiler.*Python\.h.*apt install g\+\+ python3"):
+        require_compiler("--compile")
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setenv("CXX", sys.executable)
+    require_compiler("--compile")

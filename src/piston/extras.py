@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import shutil
 import sys
+import sysconfig
 from collections.abc import Iterator
+from pathlib import Path
 
 # The packages that each extra adds, by the names under which they are imported.
 _PACKAGES = {
@@ -67,3 +70,19 @@ def needed_for(what: str) -> Iterator[None]:
         if package not in _EXTRAS:
             raise
         raise missing_package(what, package) from error
+
+
+def require_compiler(what: str) -> None:
+    """Raise ImportError if `what`, which uses torch.compile, cannot compile on this machine."""
+    if not sys.platform.startswith("linux"):
+        return
+    compiler = os.environ.get("CXX", "g++")
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    missing = [] if shutil.which(compiler) else [f"a C++ compiler ({compiler})"]
+    if not headers.exists():
+        missing.append(f"Python's headers ({headers})")
+    if missing:
+        raise ImportError(
+            f"{what} needs {' and '.join(missing)}. On Debian or Ubuntu: apt install g++ "
+            f"python3.{sys.version_info.minor}-dev. On Fedora: dnf install gcc-c++ python3-devel."
+        )

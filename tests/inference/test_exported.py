@@ -18,6 +18,7 @@ from piston.models.precision import Linear
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiler")
 def test_what_is_compiled_computes_what_the_model_does():
     """The tests in two other files, in a process without checks of shapes.
 

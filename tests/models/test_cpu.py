@@ -113,7 +113,7 @@ def test_no_rows(make_linear):
     assert linear.weight.grad.abs().sum() == 0
 
 
-@pytest.mark.usefixtures("make_linear")
+@pytest.mark.usefixtures("make_linear", "compiler")
 def test_compiled_as_a_whole():
     code = (
         "import torch\nfrom piston.models import cpu, precision\ncpu.choose_product()\n"

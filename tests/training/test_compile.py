@@ -15,6 +15,7 @@ from .tiny_presets import GEMMA, KI, PI0
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiler")
 def test_compiled_training_equals_plain(tmp_path):
     # In a process of its own: what checks shapes in tests cannot be compiled.
     code = f"from tests.training.test_compile import compare; compare({str(tmp_path)!r})"

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import itertools
 import logging
 import math
 import mmap
@@ -341,7 +340,8 @@ class _Batches:
         self._sizes = [len(array) for array in arrays]
         for array in arrays:
             self._shared.allocate((len(array),), "u1")[:] = array
-        self._slots, self._turns = slots, itertools.cycle(range(len(slots[0])))
+        self._slots = slots
+        self._num_stacked = 0
 
     @functools.cached_property
     def _samples(self) -> Samples:
@@ -353,7 +353,9 @@ class _Batches:
 
     def __getitem__(self, indices: list[int]) -> Any:
         try:
-            worker, slot = get_worker_info().id, next(self._turns)  # type: ignore[union-attr]
+            worker = get_worker_info().id  # type: ignore[union-attr]
+            slot = self._num_stacked % len(self._slots[worker])
+            self._num_stacked += 1
             memory = self._slots[worker][slot].clear()
             batch = stack_samples([self._samples[index] for index in indices], memory.allocate)
             return worker, slot, _mapped(lambda t: (tuple(t.shape), t.numpy().dtype.str), batch)

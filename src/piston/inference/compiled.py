@@ -23,6 +23,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from piston.extras import require_compiler
 from piston.inference.packing import Int8Linear
 from piston.logs import warn_once
 from piston.models import masks
@@ -142,8 +143,10 @@ def compile_graphs(
     refuse_to_compile(model)
     assert isinstance(model, Pi0)
     options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "backend": backend}
-    if backend == "inductor" and next(model.parameters()).device.type == "cuda":
-        options["mode"] = "reduce-overhead"  # CUDA graphs
+    if backend == "inductor":
+        require_compiler("A compiled policy")
+        if next(model.parameters()).device.type == "cuda":
+            options["mode"] = "reduce-overhead"  # CUDA graphs
     parts: list[nn.Module] = [StaticPrefill(model), StaticDenoise(model, num_steps)]
     prefill, denoise = (torch.compile(part.eval(), **options) for part in parts)
     return Graphs(prefill, denoise)

@@ -26,6 +26,7 @@ import torch
 
 from piston import presets
 from piston.config import TRAIN_SECTION, DataConfig, TrainConfig
+from piston.extras import require_compiler
 from piston.files import publish
 from piston.inference.compiled import (
     Buckets,
@@ -85,6 +86,7 @@ def export(
     if file.suffix != SUFFIX:
         raise ValueError(f"{file} does not end in {SUFFIX}, by which such a file is recognised.")
     refuse_to_compile(model)
+    require_compiler("An exported policy")
     assert isinstance(model, Pi0)
     device = next(model.parameters()).device
     robots = {

@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from piston.config import TrainConfig
+from piston.extras import require_compiler
 from piston.models import augmentation
 from piston.models.model import Model
 from piston.observation import Observation, send
@@ -74,6 +75,7 @@ class Trainer:
         model.set_gradient_checkpointing(config.gradient_checkpointing)
         freeze_parameters(model, config.freeze)
         if config.compile:
+            require_compiler("--compile")
             # Layer by layer: quick, as all layers of a kind share what is compiled.
             for layer in model.layers():
                 layer.compile()
