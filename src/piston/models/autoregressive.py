@@ -8,6 +8,7 @@ What the tokens decode to is up to `piston.tokenizers.fast`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -41,6 +42,17 @@ class Pi0FAST(Model):
         mask = language.causal_mask(packing, observation.token_ar_mask)
         output, _ = self.vlm(*self.vlm_inputs(prefix, 0, packing.source, mask))
         return {"tokens": language.next_token_loss(self.vlm, output, packing, observation)}
+
+    @property
+    def loss_names(self) -> tuple[str, ...]:
+        return ("tokens",)
+
+    def loss_weights(
+        self,
+        batch: Mapping[str, Any],
+        action_weights: Float[Tensor, "b h a"],  # noqa: ARG002
+    ) -> dict[str, Float[Tensor, " b"] | Float[Tensor, "b h a"]]:
+        return {"tokens": language.token_loss_weights(batch)}
 
     def act_with(self, observation: Observation, options: ActOptions) -> Response:
         """Continue each prompt until its end token; the row is then filled up with zeros.

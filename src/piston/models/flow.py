@@ -152,6 +152,20 @@ class Pi0(Model):
         error = self.velocity_error(cache, actions, **draws)
         return {"velocity": error.mean(1), **losses}
 
+    @property
+    def loss_names(self) -> tuple[str, ...]:
+        if self.config.distilled_steps is not None:
+            return ("velocity", "shortcut")
+        return ("velocity", "tokens") if self.config.targets else ("velocity",)
+
+    def loss_weights(
+        self, batch: Mapping[str, Any], action_weights: Float[Tensor, "b h a"]
+    ) -> dict[str, Float[Tensor, " b"] | Float[Tensor, "b h a"]]:
+        return {
+            name: language.token_loss_weights(batch) if name == "tokens" else action_weights
+            for name in self.loss_names
+        }
+
     def velocity_error(
         self,
         cache: PrefixCache,

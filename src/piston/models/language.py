@@ -14,8 +14,8 @@ d width, v vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -63,6 +63,14 @@ def next_token_loss(
     total = losses.new_zeros(len(words)).index_add(0, row, losses)
     counts = send(loss_mask[:, 1:].sum(1).clamp(min=1), words.device)
     return total / counts
+
+
+def token_loss_weights(batch: Mapping[str, Any]) -> Float[Tensor, " b"]:
+    """Return 1 for the samples that `next_token_loss` has tokens of, 0 for the others."""
+    learned = batch.get("token_loss_mask")
+    if learned is None:
+        return torch.zeros(len(batch["state"]))
+    return learned[:, 1:].any(1).float()
 
 
 def token_logits(vlm: Expert, output: Float[Tensor, "m d"]) -> Float[Tensor, "m v"]:

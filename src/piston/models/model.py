@@ -111,10 +111,26 @@ class Model(nn.Module, abc.ABC):
     def training_losses(
         self, observation: Observation, actions: Tensor | None, draws: Mapping[str, Tensor]
     ) -> dict[str, Float[Tensor, " b"] | Float[Tensor, "b h a"]]:
-        """Return the losses that are minimised together, by name.
+        """Return the losses that are minimised together, by the names of `loss_weights`.
 
-        A loss is given per sample, or per number of the actions: then the caller may leave out
-        padding. `draws` are those of `draw`; losses are averaged over several of them.
+        A loss has a value per sample, or per number of the actions. `draws` are those of `draw`;
+        losses are averaged over several of them.
+        """
+
+    @property
+    @abc.abstractmethod
+    def loss_names(self) -> tuple[str, ...]:
+        """The names of all losses that `training_losses` can return."""
+
+    @abc.abstractmethod
+    def loss_weights(
+        self, batch: Mapping[str, Any], action_weights: Float[Tensor, "b h a"]
+    ) -> dict[str, Float[Tensor, " b"] | Float[Tensor, "b h a"]]:
+        """Return how much each value of each loss counts, on the CPU, before the forward pass.
+
+        What is minimised is the sum of the losses, each the weighted mean of its values over the
+        samples of all processes. `action_weights` is 1 for the numbers of the actions that count
+        and 0 for padding.
         """
 
     @torch.no_grad()

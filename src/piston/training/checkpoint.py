@@ -56,7 +56,7 @@ def state_tensors(trainer: Trainer) -> dict[str, Tensor]:
     """Return the whole state of a run under these names; the tensors themselves, not copies.
 
         model/<name>                master weights, frozen ones included
-        optimizer/<name>/<part>     AdamW's moments and its step count
+        optimizer/<name>/<part>     what the optimizer keeps: AdamW's moments and its step count
         ema/<name>                  exponential moving average of the weights that train
 
     Under FSDP the tensors are sharded. Random numbers have no state: they follow from the seed and
@@ -287,16 +287,19 @@ def restore(trainer: Trainer, folder: Path) -> Any:
     """Load a checkpoint into the trainer in place and return the loop's saved progress."""
     reader = _StateReader(folder / _STATE)
     with _damage_named(folder / _STATE):
-        saved = {
-            name: tuple(entry.size)
+        entries = {
+            name: entry
             for name, entry in reader.read_metadata().state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
+    saved = {name: tuple(entry.size) for name, entry in entries.items()}
+    # The optimizer's state, which a new optimizer has only after its first step.
     for name, parameter in trainer.parameters.items():
-        if f"optimizer/{name}/step" in saved:
-            state = trainer.optimizer.state[parameter]
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state |= {moment: torch.zeros_like(parameter) for moment in ("exp_avg", "exp_avg_sq")}
+        prefix = f"optimizer/{name}/"
+        for key, entry in entries.items():
+            if key.startswith(prefix):
+                part = key.removeprefix(prefix)
+                trainer.optimizer.state[parameter][part] = _empty_state(parameter, entry)
     tensors = state_tensors(trainer)
     present = {name: tuple(value.shape) for name, value in tensors.items()}
     differing = [
@@ -314,6 +317,14 @@ def restore(trainer: Trainer, folder: Path) -> Any:
     with _damage_named(folder / _STATE):
         dcp.load(tensors, storage_reader=reader, **group)
     return read_json(folder / _STATE / _PROGRESS)
+
+
+def _empty_state(parameter: Tensor, saved: TensorStorageMetadata) -> Tensor:
+    """Return a tensor to restore optimizer state into, sharded as its parameter is."""
+    dtype = saved.properties.dtype
+    if saved.size == parameter.shape:
+        return torch.zeros_like(parameter, dtype=dtype)
+    return torch.zeros(saved.size, dtype=dtype, device=parameter.device)
 
 
 @contextlib.contextmanager

@@ -120,11 +120,13 @@ def _run_steps(
             before, begun = loader.state_dict(), time.perf_counter()
             batch, failure = _read(loader)
             waited = time.perf_counter() - begun
+            weights = {} if failure is not None else trainer.loss_weights(batch)
+            totals = trainer.totals(weights)
             # Everything that the processes have to agree on in a step, in one small all-reduce.
-            failed, stopping, *totals = processes.sum(
+            failed, stopping, *sums = processes.sum(
                 failure is not None,
                 signals.received is not None and step > run.first_step,
-                *(trainer.counts(batch) if failure is None else (0.0, 0.0)),
+                *totals.values(),
             )
             if failed or stopping:
                 meter.read()
@@ -135,7 +137,9 @@ def _run_steps(
                 raise _no_data(failure, step, config) if failed else _stopped(signals, step - 1)
             if step == 0 and processes.is_first:
                 trackers.save_first_batch(batch, run.folder / "first_batch.png")
-            meter.add(step, trainer.step(batch, step, totals), batch, waited)
+            meter.add(
+                step, trainer.step(batch, step, weights, dict(zip(totals, sums))), batch, waited
+            )
             is_last = step == last_step
             is_logged = step % config.log_interval == 0 or is_last
             is_saved = _is_due(step, config.save_interval) or is_last

@@ -1,6 +1,6 @@
-"""AdamW over the parameters that train, clipping of gradients, and the average of the weights.
+"""What follows the gradients of a step: clipping, the optimizer's step, the EMA of the weights.
 
-The learning rate of a step comes from `piston.config`.
+The optimizer and the learning rate of a step come from `piston.config`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from piston.config import AdamW
 from piston.models.lora import freeze
 from piston.training.distributed import local, whole
 
@@ -27,29 +26,21 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
         )
 
 
-def make_optimizer(parameters: Iterable[nn.Parameter], config: AdamW) -> torch.optim.AdamW:
-    """Return AdamW; the learning rate is set before every step."""
-    return torch.optim.AdamW(
-        parameters,
-        lr=0.0,
-        betas=(config.b1, config.b2),
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        fused=True,  # a single pass over memory, and it can skip a step without the host's help
-    )
-
-
 def optimizer_step(
-    optimizer: torch.optim.AdamW, learning_rate: float, is_finite: Bool[Tensor, ""]
+    optimizer: torch.optim.Optimizer, learning_rate: float, is_finite: Bool[Tensor, ""]
 ) -> None:
     """Move the weights, unless `is_finite` is False: then nothing changes.
 
-    The fused kernels decide on the device, as they do for `torch.amp.GradScaler`.
+    Fused kernels decide on the device, as they do for `torch.amp.GradScaler`; for an optimizer
+    without them the host waits for the device.
     """
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-    optimizer.found_inf = (~is_finite).float()  # type: ignore[attr-defined]
-    optimizer.step()
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        optimizer.found_inf = (~is_finite).float()  # type: ignore[attr-defined]
+        optimizer.step()
+    elif is_finite:
+        optimizer.step()
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Float[Tensor, ""]:

@@ -29,9 +29,11 @@ from piston.training.optimizer import (
     EMA,
     clip_gradients,
     freeze_parameters,
-    make_optimizer,
     optimizer_step,
 )
+
+# How much each value of a loss counts, by the loss's name: see `Model.loss_weights`.
+LossWeights = Mapping[str, Tensor]
 
 
 class StepOutput(NamedTuple):
@@ -82,41 +84,47 @@ class Trainer:
         self._losses = shard(model, config.sharding)
         # Only now, because sharding replaces the parameters.
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self.optimizer = make_optimizer(self.parameters.values(), config.optimizer)
+        self.optimizer = config.optimizer.build(self.parameters.items())
         self.ema = EMA(self.parameters, config.ema_decay) if config.ema_decay else None
 
     def step(
-        self, batch: Mapping[str, Any], step: int, totals: Sequence[float] | None = None
+        self,
+        batch: Mapping[str, Any],
+        step: int,
+        weights: LossWeights | None = None,
+        totals: Mapping[str, float] | None = None,
     ) -> StepOutput:
         """Train on `batch`, which is this process's part of the step's batch.
 
-        `totals` are the sums of `counts` over all processes, by default of this one alone. A step
-        whose loss or gradients are not finite moves nothing.
+        `weights` are its `loss_weights`, and `totals` their sums over all processes; by default
+        they are computed, for this process alone. A step whose loss or gradients are not finite
+        moves nothing.
         """
         self.optimizer.zero_grad(set_to_none=True)
-        draws, weights = self._draw(len(batch["state"]), step), self.action_weights(batch)
+        size = len(batch["state"])
+        draws = self._draw(size, step)
+        weights = self.loss_weights(batch) if weights is None else weights
+        totals = self.totals(weights) if totals is None else totals
         # Each process divides by what counts on all, and gradients are averaged over processes.
-        totals = self.counts(batch) if totals is None else totals
-        of_actions, of_samples = (self.processes.world_size / max(total, 1) for total in totals)
+        scales = {name: self.processes.world_size / (total or 1) for name, total in totals.items()}
         losses: dict[str, list[Tensor]] = {}
         finite = []
-        size, part_size = len(weights), len(weights) // self.config.gradient_accumulation
+        part_size = size // self.config.gradient_accumulation
         for start in range(0, size, part_size):
             part = slice(start, start + part_size)
             with gradients_exchanged(self._losses, now=part.stop >= size):
                 named = self._named_losses(batch, part, draws)
                 sums = {
-                    name: (one * send(weights[part], one.device)).sum() * of_actions
-                    if one.ndim == 3
-                    else one.sum() * of_samples
-                    for name, one in named.items()
+                    name: (values * send(weights[name][part], values.device)).sum() * scales[name]
+                    for name, values in named.items()
                 }
                 loss = torch.stack([*sums.values()]).sum()
                 # A loss that is not finite spoils all gradients, and so those of all processes.
                 loss.backward(torch.where(loss.detach().isfinite(), 1.0, torch.nan))
-            for name, one in sums.items():
-                losses.setdefault(name, []).append(one.detach())
-            each = [one.detach().isfinite().reshape(len(one), -1).all(1) for one in named.values()]
+            for name, total in sums.items():
+                losses.setdefault(name, []).append(total.detach())
+            is_finite = [values.detach().isfinite() for values in named.values()]
+            each = [values.reshape(len(values), -1).all(1) for values in is_finite]
             finite.append(torch.stack(each).all(0))
         norm = clip_gradients(self.parameters.values(), self.config.optimizer.clip_gradient_norm)
         learning_rate = self.config.lr_schedule(step)
@@ -124,8 +132,8 @@ class Trainer:
         if self.ema is not None:
             self.ema.update(norm.isfinite())
         means = {name: torch.stack(parts).sum() for name, parts in losses.items()}
-        empty = {name for name, one in named.items() if not totals[0 if one.ndim == 3 else 1]}
-        return StepOutput(means, norm, torch.cat(finite), learning_rate, frozenset(empty))
+        empty = frozenset(name for name in named if not totals[name])
+        return StepOutput(means, norm, torch.cat(finite), learning_rate, empty)
 
     def read(self, outputs: Sequence[StepOutput]) -> list[StepResult]:
         """Read what steps measured: one transfer from the device, one sum over processes."""
@@ -146,11 +154,16 @@ class Trainer:
             results.append(StepResult(named, norm, output.learning_rate, tuple(bad)))
         return results
 
-    def counts(self, batch: Mapping[str, Any]) -> tuple[float, float]:
-        """Return how many numbers of the actions count, and in how many samples tokens do."""
-        numbers = self.action_weights(batch).sum(dtype=torch.float64).item()
-        learned = batch.get("token_loss_mask")
-        return numbers, 0.0 if learned is None else float(learned[:, 1:].any(1).sum())
+    def loss_weights(self, batch: Mapping[str, Any]) -> LossWeights:
+        """Return how much each value of each loss counts, without what is masked as padding."""
+        return self.model.loss_weights(batch, self._action_weights(batch))
+
+    def totals(self, weights: LossWeights) -> dict[str, float]:
+        """Return the sum of each loss's weights; zeros if there are no weights."""
+        return {
+            name: weights[name].sum(dtype=torch.float64).item() if weights else 0.0
+            for name in self.model.loss_names
+        }
 
     @contextmanager
     def served_weights(self) -> Iterator[Model]:
@@ -186,7 +199,7 @@ class Trainer:
         actions = None if actions is None else send(actions[part].float(), device)
         return self._losses(observation, actions, mine)
 
-    def action_weights(self, batch: Mapping[str, Any]) -> Float[Tensor, "b h a"]:
+    def _action_weights(self, batch: Mapping[str, Any]) -> Float[Tensor, "b h a"]:
         """Return 1 for every number of the actions that counts, 0 for those left out."""
         config = self.model.config
         weights = torch.ones(len(batch["state"]), config.action_horizon, config.action_dim)

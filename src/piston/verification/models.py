@@ -25,7 +25,7 @@ from piston.models import masks
 from piston.models.flow import Pi0
 from piston.models.model import Model
 from piston.observation import Observation
-from piston.training.optimizer import EMA, clip_gradients, make_optimizer, optimizer_step
+from piston.training.optimizer import EMA, clip_gradients, optimizer_step
 from piston.verification import Quantity, close, equal, failed
 from piston.weights import openpi_jax
 
@@ -131,7 +131,7 @@ def _training(model: Model, steps: Mapping[str, Any], arrays: _Arrays) -> Iterat
     schedule = CosineDecaySchedule(**steps["schedule"])
     settings = AdamW(**steps["optimizer"])
     parameters = dict(model.named_parameters())
-    optimizer = make_optimizer(parameters.values(), settings)
+    optimizer = settings.build(parameters.items())
     ema = EMA(parameters, steps["ema_decay"])
     losses, norms = [], []
     for step in range(len(steps["losses_before_each_step"])):
