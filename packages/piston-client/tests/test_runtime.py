@@ -414,8 +414,8 @@ def test_a_server_killed_in_the_middle_and_started_again(run_server):
     assert isinstance(summary.last_error, ConnectionLost)
     held = [step for step, _ in journal.named("hold") if step > 20]
     assert len(held) >= 15
-    # Held: the very action before, at the full rate.
-    assert len({robot.said[step] for step in held} | {robot.said[held[0] - 1]}) == 1
+    # Held: the very action before, at the full rate. (On a busy machine there is a second hold.)
+    assert [robot.said[step] for step in held] == [robot.said[step - 1] for step in held]
     times = np.diff(robot.times[held[0] : held[-1]])
     assert np.median(times) == pytest.approx(0.02, abs=0.008)
     # Afterwards new actions, from new observations.
