@@ -57,9 +57,10 @@ test: setup
 test-client: setup
 	$(BIN)/python packages/piston-client/run_tests.py
 
-# What an earlier build left would bring modules that are gone.
+# What an earlier build left would bring modules that are gone; the README installs all files of
+# these names, so there must be one version.
 wheels: setup
-	rm -rf build packages/piston-client/build
+	rm -rf build packages/piston-client/build dist/piston-*.whl dist/piston_client-*.whl
 	$(BIN)/pip wheel --no-deps --wheel-dir dist . packages/piston-client
 
 demo: setup
