@@ -4,8 +4,8 @@ ifneq ($(words $(VENV)),1)
 $(error VENV must be the name of one folder, without spaces; found "$(VENV)")
 endif
 BIN    := $(VENV)/bin
-# What the environment is made with: by default the one that it was made with, if there is one.
-PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
+# What the environment is made with: by default the one that it was made with, if that still runs.
+PYTHON ?= $(if $(shell $(BIN)/python -c "print(1)" 2>/dev/null),$(BIN)/python,python3)
 STAMP  := $(VENV)/.installed
 # The versions to install. `make test CONSTRAINTS=` takes the newest that pyproject.toml allows,
 # CONSTRAINTS=constraints-lowest.txt the oldest.
@@ -57,9 +57,10 @@ test: setup
 test-client: setup
 	$(BIN)/python packages/piston-client/run_tests.py
 
-# What an earlier build left would bring modules that are gone.
+# What an earlier build left would bring modules that are gone; the README installs all files of
+# these names, so there must be one version.
 wheels: setup
-	rm -rf build packages/piston-client/build
+	rm -rf build packages/piston-client/build dist/piston-*.whl dist/piston_client-*.whl
 	$(BIN)/pip wheel --no-deps --wheel-dir dist . packages/piston-client
 
 demo: setup

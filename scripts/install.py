@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -34,10 +35,18 @@ UNMET_ON_PURPOSE = (
     "has requirement mujoco==3.3.0",
 )
 PACKAGES = ("--editable", "packages/piston-client", "--editable", ".[dev]")
-# Measured: 2.2 and 5.8 for the environment; besides, pip keeps the wheels and a copy meanwhile.
-GIGABYTES_CPU, GIGABYTES_CUDA = 4, 11
+# Measured, in GB, for each build of torch: the environment, and the wheels, which pip keeps in its
+# cache and, while it installs, in a temporary folder too.
+GIGABYTES = {"CPU": (2.3, 0.7), "CUDA": (6.2, 2.8)}
 # What an environment without packages needs.
 GIGABYTES_EMPTY = 0.1
+# pip writes the list of a package's files last, and does not tidy up when it is interrupted.
+PIP_IS_WHOLE = """
+import importlib.metadata
+import pip._internal.commands.install
+(found,) = importlib.metadata.distributions(name="pip")
+assert found.files
+"""
 NETWORK_ERRORS = ("NewConnectionError", "NameResolutionError", "Timeout", "ProxyError")
 
 
@@ -58,7 +67,7 @@ def main():
     if options.constraints:
         install += ("--constraint", options.constraints)
     update_pip(install)
-    check_disk_for_torch(options.venv, install)
+    check_disk_for_torch(options.venv, pip, install)
     if options.lock:
         run(*install, "--require-hashes", "--no-deps", "--requirement", options.lock)
         # torch is not in the lock file: its build depends on the machine's package index.
@@ -73,12 +82,14 @@ def main():
 
 
 def make_environment(venv):
-    """Return the environment's Python; make the environment unless a complete one is there."""
+    """Return the environment's Python; make the environment unless one is there."""
     python = venv / ("Scripts" if os.name == "nt" else "bin") / "python"
-    version = "import pip, sys; print(*sys.version_info[:2], sep='.')"
+    version = "import sys; print(*sys.version_info[:2], sep='.')"
     here = output(sys.executable, "-c", version)
     found = output(python, "-c", version)
     if found is None:
+        if venv.exists() and not venv.is_dir():
+            sys.exit(f"error: {venv} is not a folder. Name another one (VENV=…).")
         if venv.exists() and not (venv / "pyvenv.cfg").exists() and any(venv.iterdir()):
             sys.exit(
                 f"error: {venv} has files in it and is not a virtual environment. Name a new "
@@ -91,7 +102,21 @@ def make_environment(venv):
             f"error: {venv} holds Python {found}, and {sys.executable} is Python {here}. Remove it "
             "(make clean), or name another folder (VENV=…)."
         )
+    elif output(python, "-c", PIP_IS_WHOLE) is None:
+        # An earlier run was interrupted while it replaced pip, or uv made the environment.
+        check_disk(venv, GIGABYTES_EMPTY, "pip")
+        restore_pip(python)
     return python
+
+
+def restore_pip(python):
+    """Install the pip that comes with Python; other packages stay as they are."""
+    packages = output(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
+    # Files of two versions do not fit together.
+    for pattern in ("pip", "pip-*.dist-info", "~ip*"):
+        for rest in Path(packages).glob(pattern):
+            shutil.rmtree(rest)
+    run(python, "-m", "ensurepip")
 
 
 def update_pip(install):
@@ -100,18 +125,29 @@ def update_pip(install):
     ask_index((*install, "--quiet", "--upgrade", "pip"))
 
 
-def check_disk_for_torch(venv, install):
-    """Stop before the download if the disk is too small for the build of torch that the index has.
+def check_disk_for_torch(venv, pip, install):
+    """Stop before the download if a disk is too small for the build of torch that the index has.
 
     What an earlier, interrupted run has installed already is not needed again.
     """
     print("Looking up which build of torch this machine gets …", flush=True)
     report = ask_index((*install, "--dry-run", "--quiet", "--report", "-", "torch"))
     names = [entry["metadata"]["name"] for entry in json.loads(report)["install"]]
-    if any(name.startswith("nvidia") for name in names):
-        check_disk(venv, GIGABYTES_CUDA, "Piston with torch's CUDA build")
-    elif "torch" in names:
-        check_disk(venv, GIGABYTES_CPU, "Piston with torch's CPU build")
+    if "torch" not in names:
+        return
+    build = "CUDA" if any(name.startswith("nvidia") for name in names) else "CPU"
+    environment, wheels = GIGABYTES[build]
+    folders = [(venv, environment), (Path(tempfile.gettempdir()), wheels)]
+    cache = output(*pip, "cache", "dir")
+    if cache is not None:
+        folders.append((Path(cache), wheels))
+    disks = {}
+    for folder, needed in folders:
+        disk = first_existing(folder).stat().st_dev
+        first, before = disks.get(disk, (folder, 0))
+        disks[disk] = first, before + needed
+    for folder, needed in disks.values():
+        check_disk(folder, needed, f"Piston with torch's {build} build")
 
 
 def ask_index(command):
@@ -129,13 +165,18 @@ def ask_index(command):
 
 
 def check_disk(folder, needed, what):
-    existing = next(parent for parent in (folder, *folder.resolve().parents) if parent.exists())
-    free = shutil.disk_usage(existing).free / 1e9
+    free = shutil.disk_usage(first_existing(folder)).free / 1e9
     if free < needed:
+        # Rounded down, so that it never looks as if it were enough.
         sys.exit(
-            f"error: {folder.resolve()} is on a disk with {free:.1f} GB free; {what} needs "
-            f"{needed} GB. Free some, or name a folder elsewhere (VENV=…)."
+            f"error: {folder.resolve()} is on a disk with {int(free * 10) / 10} GB free; {what} "
+            f"needs {needed:.1f} GB there. Free some, or name folders elsewhere: VENV=… for the "
+            "environment, TMPDIR=… and PIP_CACHE_DIR=… for downloads."
         )
+
+
+def first_existing(folder):
+    return next(parent for parent in (folder, *folder.resolve().parents) if parent.exists())
 
 
 def check_requirements(pip):
