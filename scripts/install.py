@@ -35,8 +35,8 @@ UNMET_ON_PURPOSE = (
     "has requirement mujoco==3.3.0",
 )
 PACKAGES = ("--editable", "packages/piston-client", "--editable", ".[dev]")
-# Measured, in GB, for each build of torch: the environment, and the wheels, which pip keeps in its
-# cache and, while it installs, in a temporary folder too.
+# In GB, for each build of torch: the environment, and the wheels, which pip keeps in its cache and,
+# while it installs, in a temporary folder too. All are measured but the CPU build's wheels.
 GIGABYTES = {"CPU": (2.3, 0.7), "CUDA": (6.2, 2.8)}
 # What an environment without packages needs.
 GIGABYTES_EMPTY = 0.1
