@@ -8,7 +8,7 @@ import time
 
 import pytest
 from openpi_client.websocket_client_policy import WebsocketClientPolicy
-from websockets.exceptions import InvalidStatus
+from websockets.exceptions import InvalidHandshake
 
 SCRIPT = """
 import logging, sys, time
@@ -68,7 +68,7 @@ def test_what_is_in_flight_is_finished(launch, number):
     wait_for(process, "began")
     process.send_signal(number)
     wait_for(process, "finishing pending requests")
-    with pytest.raises((OSError, InvalidStatus)):
+    with pytest.raises((OSError, InvalidHandshake)):
         WebsocketClientPolicy("127.0.0.1", port)
     asking.join(5)
     assert replies[0]["actions"].tolist() == [[7, 7], [7, 7]]
