@@ -61,8 +61,9 @@ def test_prompt_length_follows_the_family_even_when_it_is_overridden():
 def test_sizes_are_named_and_read_back(name):
     size = GEMMA[name]
     assert size_name(size) == name
+    assert parse_gemma_size(name) == size
     odd = dataclasses.replace(size, width=size.width + 2)
-    assert parse_gemma_size(size_name(odd)) == odd
+    assert size_name(odd).startswith(f"width={odd.width},depth={odd.depth},")
 
 
 def test_an_unknown_size_lists_the_known_ones():

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NoReturn, Self
 
@@ -16,12 +16,15 @@ class StopSignals:
     """Inside this context a signal sets `received`, for a loop to check; the loop decides.
 
     A second Ctrl-C raises KeyboardInterrupt at once. `message` is printed when the first signal
-    arrives. Python delivers signals to the main thread only; in other threads this does nothing.
+    arrives. What cannot check passes `then`, which is called at the first signal, while any line of
+    the program may be running; a second signal of either kind then has its usual effect. Python
+    delivers signals to the main thread only; in other threads this does nothing.
     """
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, then: Callable[[], object] | None = None) -> None:
         self.received: signal.Signals | None = None
         self._message = message
+        self._then = then
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -33,6 +36,7 @@ class StopSignals:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        self._previous.clear()
 
     def _receive(self, number: int, _: FrameType | None) -> None:
         if self.received is not None and number == signal.SIGINT:
@@ -40,6 +44,9 @@ class StopSignals:
         self.received = signal.Signals(number)
         # Logging is not safe here: the signal may interrupt a log line.
         os.write(2, f"{self.received.name}: {self._message}\n".encode())
+        if self._then is not None:
+            self.__exit__()
+            self._then()
 
 
 @contextlib.contextmanager

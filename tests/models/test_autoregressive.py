@@ -96,26 +96,6 @@ def test_the_configured_number_of_steps_is_the_default():
         model.act(observation, num_steps=0)
 
 
-def test_temperature_samples_the_softmax():
-    logits = torch.tensor([[0.0, 1.0, 2.0]]).repeat(20_000, 1)
-    generator = torch.Generator().manual_seed(0)
-    counts = language.choose_token(logits, 0.5, generator).bincount(minlength=3) / len(logits)
-    assert_close(counts, (logits[0] / 0.5).softmax(-1), atol=0.01, rtol=0)
-    assert language.choose_token(logits, 0.0, None).unique().tolist() == [2]
-
-
-def test_temperature_is_reproducible():
-    model = tiny.fast()
-    observation = tiny.observe(model, [[True, True]] * 2, [5, 3])
-    draws = [
-        model.act(
-            observation, num_steps=6, temperature=1.0, generator=torch.Generator().manual_seed(seed)
-        ).tolist()
-        for seed in (0, 0, 1)
-    ]
-    assert draws[0] == draws[1] != draws[2]
-
-
 @pytest.mark.parametrize("held", [torch.float32, torch.bfloat16])
 def test_bfloat16_logits_are_not_rounded_to_bfloat16(held, monkeypatch):
     model = tiny.fast(dtype="bfloat16")

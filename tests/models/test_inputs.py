@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import pytest
 import torch
@@ -72,11 +71,3 @@ def test_cameras_of_bytes_and_of_floats_mix(model):
         found = model.act(dataclasses.replace(observation, images=images), noise)
         expected = model.act(observation, noise)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("temperature", [math.nan, math.inf, -1.0])
-def test_temperature_must_be_a_number(temperature):
-    model = tiny.fast()
-    observation = tiny.observe(model, [[True, True]], [5])
-    with pytest.raises(ValueError, match="temperature"):
-        model.act(observation, num_steps=2, temperature=temperature)

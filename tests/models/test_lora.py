@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from piston.models.configs import LoRA, parse_gemma_size, size_name
+from piston.models.configs import LoRA, size_name
 from piston.models.flow import Pi0
 from piston.models.lora import (
     LoRALinear,
@@ -76,10 +76,13 @@ def test_adapters_per_kind_of_layer(kind):
     assert all(f".{kind}." in name for name in names)
 
 
-def test_kinds_of_layers_survive_their_text_form():
-    for lora in (LoRA(2, 4.0, mlp=False), LoRA(2, 4.0, attention=False), LoRA(2, 4.0)):
-        size = tiny.gemma(lora=lora)
-        assert parse_gemma_size(size_name(size)) == size
+def test_kinds_of_layers_are_in_the_text_form():
+    for lora, text in (
+        (LoRA(2, 4.0, mlp=False), "lora_rank=2,lora_alpha=4.0,lora_mlp=0"),
+        (LoRA(2, 4.0, attention=False), "lora_rank=2,lora_alpha=4.0,lora_attention=0"),
+        (LoRA(2, 4.0), "lora_rank=2,lora_alpha=4.0"),
+    ):
+        assert size_name(tiny.gemma(lora=lora)).endswith(f",{text}")
 
 
 def test_training_adapters_alone_leaves_the_base_unchanged():

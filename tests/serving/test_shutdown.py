@@ -8,7 +8,7 @@ import time
 
 import pytest
 from openpi_client.websocket_client_policy import WebsocketClientPolicy
-from websockets.exceptions import InvalidStatus
+from websockets.exceptions import InvalidHandshake
 
 SCRIPT = """
 import logging, sys, time
@@ -37,7 +37,9 @@ def launch():
 
     def launched(inference: float, warm_up: float = 0.0) -> tuple[subprocess.Popen, int]:
         command = [sys.executable, "-c", SCRIPT, str(inference), str(warm_up)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         processes.append(process)
         return process, int(wait_for(process, "Listening at").split(",")[0].rpartition(":")[2])
 
@@ -65,8 +67,8 @@ def test_what_is_in_flight_is_finished(launch, number):
     asking.start()
     wait_for(process, "began")
     process.send_signal(number)
-    wait_for(process, "finishing what is in flight")
-    with pytest.raises((OSError, InvalidStatus)):
+    wait_for(process, "finishing pending requests")
+    with pytest.raises((OSError, InvalidHandshake)):
         WebsocketClientPolicy("127.0.0.1", port)
     asking.join(5)
     assert replies[0]["actions"].tolist() == [[7, 7], [7, 7]]
@@ -90,7 +92,7 @@ def test_a_second_signal_does_not_wait(launch):
     wait_for(process, "began")
     began = time.monotonic()
     process.terminate()
-    wait_for(process, "finishing what is in flight")
+    wait_for(process, "finishing pending requests")
     process.terminate()
     assert process.wait(5) == -signal.SIGTERM
     assert time.monotonic() - began < 5

@@ -32,6 +32,17 @@ def test_a_second_interrupt_ends_at_once():
             os.kill(os.getpid(), signal.SIGINT)
 
 
+def test_a_program_that_cannot_check_is_called():
+    calls = []
+    before = signal.getsignal(signal.SIGTERM)
+    with StopSignals("finishing pending requests.", then=lambda: calls.append(1)) as signals:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (calls, signals.received) == ([1], signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) is before  # for a second signal
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
 def _descendants(pid):
     listed = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True)
     parents = dict(map(int, line.split()) for line in listed.stdout.splitlines())

@@ -328,7 +328,7 @@ def test_sizes_that_a_file_does_not_show_can_be_given(tmp_path, tiny, tiny_state
     config = tiny["pi0"]
     save_model(tiny_state("pi0"), config, tmp_path / "a")
     convert(tmp_path / "a", tmp_path / "policy", to="lerobot")
-    asked = r"--preset NAME.*: --vision width=24,depth=2,mlp_dim=40,num_heads=N,patch=8"
+    asked = r"width 24, depth 2.*--preset NAME.*--vision so400m\|dummy"
     with pytest.raises(CheckpointError, match=asked):
         open_checkpoint(tmp_path / "policy")
     sizes = {name: getattr(config, name) for name in ("vision", "vlm", "action_expert")}

@@ -245,7 +245,7 @@ class GraphEngine:
         prompt, mask = observation.tokenized_prompt, observation.tokenized_prompt_mask
         obstacles = {
             "guided real-time chunking": options.guidance is not None,
-            "decoding of tokens": options.visit is not None or bool(options.temperature),
+            "decoding of tokens": options.visit is not None,
             f"another number of steps than {self.num_steps}": (
                 (options.num_steps or self.config.num_steps) != self.num_steps
             ),

@@ -73,7 +73,7 @@ class Pi0FAST(Model):
         def choose(logits: Float[Tensor, "b v"]) -> Int[Tensor, " b"]:
             if options.visit is not None:
                 options.visit(logits)
-            return language.choose_token(logits, options.temperature, options.generator)
+            return logits.argmax(-1)
 
         last = language.last_outputs(output, packing)
         written = language.write(

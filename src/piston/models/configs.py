@@ -1,8 +1,7 @@
 """The configurations of π0, π0.5 and π0-FAST, and the sizes of their parts.
 
 No tensors, so that listing presets needs no torch. On the command line a size is its name
-(`gemma_2b`) or its numbers (`width=512,depth=8,mlp_dim=2048,num_heads=8,num_kv_heads=1,head_dim=64,
-lora_rank=16`, without spaces; `lora_attention=0` or `lora_mlp=0` leave out a kind of layer).
+(`gemma_2b`); any other one is given in Python, by a preset.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import functools
 import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 import tyro
 
@@ -155,7 +154,7 @@ Size = TypeVar("Size", GemmaSize, VisionSize)
 
 
 def size_name(size: GemmaSize | VisionSize) -> str:
-    """Return the name of a known size, else its numbers in the form that `parse_*_size` reads."""
+    """Return the name of a known size, else its numbers."""
     for name, known in (*GEMMA.items(), *VISION.items()):
         if known == size:  # sizes of different classes are never equal
             return name
@@ -166,47 +165,24 @@ def size_name(size: GemmaSize | VisionSize) -> str:
     return ",".join(f"{name}={number}" for name, number in numbers.items())
 
 
-def _parse_size(kind: type[Size], known: Mapping[str, Size], text: str) -> Size:
-    """Return a known size by its name, or one of the numbers in `width=…,depth=…`."""
-    if text in known:
-        return known[text]
-    required = {field.name for field in dataclasses.fields(kind)} - {"lora", "stem"}
-    adapters = {"lora_rank", "lora_alpha", "lora_attention", "lora_mlp"}
-    try:
-        pairs = [(name, float(number)) for name, number in (p.split("=") for p in text.split(","))]
-    except ValueError:
-        pairs = []
-    numbers: dict[str, float] = dict(pairs)
-    if len(numbers) < len(pairs):
-        raise ValueError(f"Size {text!r} gives a name twice.")
-    if not required <= numbers.keys() <= required | (adapters if kind is GemmaSize else {"stem"}):
+def _parse_size(known: Mapping[str, Size], text: str) -> Size:
+    """Return a known size by its name."""
+    if text not in known:
         raise ValueError(
-            f"Unknown size {text!r}. Known: {', '.join(known)}; or give all of "
-            + ",".join(f"{name}=N" for name in sorted(required))
+            f"Unknown size {text!r}. Known: {', '.join(known)}. Any other size is given in Python, "
+            "by a preset in a file that PISTON_PRESETS names."
         )
-    for name, number in numbers.items():
-        if name in ("lora_attention", "lora_mlp") and number not in (0, 1):
-            raise ValueError(f"{name} must be 0 or 1, is {number:g}.")
-        if name != "lora_alpha" and not number.is_integer():  # neither is infinity
-            raise ValueError(f"{name} must be a whole number, is {number:g}.")
-    parts: dict[str, Any] = {n: int(numbers[n]) for n in numbers.keys() - adapters}
-    lora = {name.removeprefix("lora_"): n for name, n in numbers.items() if name in adapters}
-    if lora and "rank" not in lora:
-        raise ValueError(f"Size {text!r} has lora_{' and lora_'.join(lora)} but no lora_rank.")
-    if lora:
-        switches = {name: bool(lora.get(name, 1)) for name in ("attention", "mlp")}
-        parts["lora"] = LoRA(int(lora["rank"]), lora.get("alpha", lora["rank"]), **switches)
-    return kind(**parts)
+    return known[text]
 
 
-parse_gemma_size = functools.partial(_parse_size, GemmaSize, GEMMA)
-parse_vision_size = functools.partial(_parse_size, VisionSize, VISION)
+parse_gemma_size = functools.partial(_parse_size, GEMMA)
+parse_vision_size = functools.partial(_parse_size, VISION)
 
 
 def _named(parse: Callable[[str], Size]) -> tyro.constructors.PrimitiveConstructorSpec:
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
-        metavar="NAME|width=…,depth=…",
+        metavar="NAME",
         instance_from_str=lambda words: parse(words[0]),
         is_instance=lambda value: isinstance(value, GemmaSize | VisionSize),
         str_from_instance=lambda size: [size_name(size)],

@@ -268,10 +268,8 @@ class Pi0(Model):
 
         There are `config.num_steps` by default.
         """
-        if options.temperature or options.visit is not None:
-            raise ValueError(
-                f"{self.config.family} decodes no tokens: it can use no temperature and no visit."
-            )
+        if options.visit is not None:
+            raise ValueError(f"{self.config.family} decodes no tokens: it can use no visit.")
         if options.committed is not None and not self.config.max_delay:
             raise ValueError(
                 f"This {self.config.family} was trained without --max-delay, so it cannot continue "

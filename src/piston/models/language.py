@@ -136,13 +136,3 @@ def write(
         output = words[:, 0]
     visible = torch.cat((prompt, *(column[:, None] for column in is_text)), dim=1)
     return Written(torch.stack(tokens, dim=1), caches, visible)
-
-
-def choose_token(
-    logits: Float[Tensor, "b v"], temperature: float, generator: torch.Generator | None
-) -> Int[Tensor, " b"]:
-    """Return the likeliest token (temperature 0), or one drawn from the softmax."""
-    if temperature == 0:
-        return logits.argmax(-1)
-    probabilities = (logits / temperature).softmax(-1)
-    return torch.multinomial(probabilities, 1, generator=generator)[:, 0]

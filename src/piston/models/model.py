@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -66,16 +65,10 @@ class ActOptions:
     committed: Committed | None = None
     # Of a model that decodes tokens: is called with the logits (b, vocabulary) of each token.
     visit: Callable[[Tensor], object] | None = None
-    # Of decoding; 0 takes the likeliest token.
-    temperature: float = 0.0
 
     def __post_init__(self) -> None:
         if self.num_steps is not None and self.num_steps < 1:
             raise ValueError(f"num_steps must be at least 1, is {self.num_steps}.")
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(
-                f"temperature must be a number of at least 0, found {self.temperature}."
-            )
 
 
 class Model(nn.Module, abc.ABC):

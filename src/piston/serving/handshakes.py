@@ -21,6 +21,7 @@ from typing import Any
 
 from websockets.asyncio.server import ServerConnection
 
+from piston.logs import warn_once
 from piston.serving.batching import drop_frames
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,6 @@ class Handshakes:
     def __init__(self, tls: ssl.SSLContext | None, most: int) -> None:
         self.tls = tls
         self._most = most
-        self._has_warned = False
         # The oldest come first.
         self._transports: dict[ServerConnection, asyncio.Transport] = {}
 
@@ -58,13 +58,13 @@ class Handshakes:
             return
         if len(self) >= self._most:
             self._transports.pop(next(iter(self._transports))).abort()
-            if not self._has_warned:
-                self._has_warned = True
-                logger.warning(
-                    "More than %d connections are being opened at the same time: the oldest are "
-                    "cut off. (This is logged once.)",
-                    self._most,
-                )
+            warn_once(
+                logger,
+                "handshakes",
+                "More than %d connections are being opened at the same time: the oldest are cut "
+                "off.",
+                self._most,
+            )
         self._transports[connection] = transport
 
     def end(self, connection: ServerConnection) -> None:

@@ -17,7 +17,6 @@ import gc
 import hmac
 import importlib.metadata
 import logging
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
@@ -40,6 +39,7 @@ from piston.serving.handshakes import (
     most_handshakes,
 )
 from piston.serving.memory import MemoryReturn, keep_blocks
+from piston.signals import StopSignals
 from piston_client.codec import pack, shortened
 from piston_client.worker import Worker
 
@@ -53,7 +53,6 @@ MOST_IN_A_BATCH = 8
 _websockets_logger = logging.getLogger(f"{__name__}.websockets")
 _websockets_logger.setLevel(logging.CRITICAL)
 
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Frames that may wait in memory on one connection before it is read no further.
 _FRAMES_AHEAD = 2
 _DECODING_THREADS = 2
@@ -89,21 +88,10 @@ def run_server(
         gc.collect()
         gc.freeze()
 
-    async def run_until_signal() -> None:
-        loop = asyncio.get_running_loop()
-
-        def stop() -> None:
-            for number in _STOP_SIGNALS:
-                loop.remove_signal_handler(number)
-            logger.info("Told to stop: finishing what is in flight. A second signal ends at once.")
-            server.stop()
-
-        for number in _STOP_SIGNALS:
-            loop.add_signal_handler(number, stop)
-        await server.run()
-
     server = Server(policy, config or ServerConfig(), warm_up=prepare, best_batch=best_batch)
-    asyncio.run(run_until_signal())
+    message = "finishing pending requests. A second signal ends at once."
+    with StopSignals(message, then=server.stop):
+        asyncio.run(server.run())
     return server.finished
 
 

@@ -282,9 +282,8 @@ def _choose_size(
     if not fields <= visible.keys():
         raise CheckpointError(
             f"{part} ({numbers_seen}) has no known size, and files of this format do not show its "
-            "number of heads. Name a preset with a model of these sizes (--preset NAME), or give "
-            f"the size to `piston convert`: {option} "
-            + ",".join(f"{name}={visible.get(name, 'N')}" for name in _numbers(kind))
+            "number of heads. Name a preset with a model of these sizes (--preset NAME), or give a "
+            f"known size to `piston convert` ({option} {'|'.join(known)})."
         )
     return kind(**{name: visible[name] for name in fields})
 

@@ -6,7 +6,6 @@ robot → Runtime → broker → Client → server
 from piston_client.brokers import (
     ActionChunkBroker,
     AsyncChunkBroker,
-    ChunkExhausted,
     Policy,
     RealTimeBroker,
     TemporalEnsemble,
@@ -21,7 +20,6 @@ __all__ = [
     "ActionChunkBroker",
     "Agent",
     "AsyncChunkBroker",
-    "ChunkExhausted",
     "Client",
     "ConnectionLost",
     "Environment",

@@ -21,7 +21,7 @@ import collections
 import copy
 import dataclasses
 import logging
-import math
+import statistics
 from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any, ClassVar, Literal, Protocol
@@ -34,16 +34,15 @@ from piston_client.worker import Worker
 
 logger = logging.getLogger(__name__)
 
+# The expected delay of a request is the largest of as many measured ones.
+_NUM_DELAYS = 10
+
 
 class Policy(Protocol):
     """A `Client`, or a policy in this process."""
 
     def infer(self, observation: Mapping[str, Any], /) -> Mapping[str, Any]:
         """Return a result with `actions` (horizon, dim)."""
-
-
-class ChunkExhausted(TimeoutError):
-    """The whole chunk is executed and the next has not arrived. It may: call again."""
 
 
 class _Plan:
@@ -167,11 +166,7 @@ class AsyncChunkBroker(ActionChunkBroker):
 
     `execute_horizon` is half of a chunk by default; the rest must last until the policy answers. If
     answers took longer than that lately, the next is asked for earlier. Only the first call of an
-    episode waits. If the next chunk is late, the last action is repeated with `held` in the result
-    (`when_exhausted="hold"`), or ChunkExhausted is raised.
-
-    The expected delay is the largest of the last `delay_window` measured ones, or their
-    `delay_quantile`.
+    episode waits. If the next chunk is late, the last action is repeated with `held` in the result.
 
     An error of the policy is raised by the next call; an error that may pass (connection, timeout,
     busy) only when the chunk is used up, and the policy is asked again meanwhile.
@@ -182,48 +177,26 @@ class AsyncChunkBroker(ActionChunkBroker):
 
     default_share: ClassVar[float] = 0.5
 
-    def __init__(
-        self,
-        policy: Policy,
-        execute_horizon: int | None = None,
-        *,
-        when_exhausted: Literal["hold", "raise"] = "hold",
-        delay_window: int = 10,
-        delay_quantile: float = 1.0,
-    ) -> None:
+    def __init__(self, policy: Policy, execute_horizon: int | None = None) -> None:
         super().__init__(policy, execute_horizon)
-        if when_exhausted not in ("hold", "raise"):
-            raise ValueError(f"when_exhausted is 'hold' or 'raise'; found {when_exhausted!r}.")
-        if delay_window < 1 or not 0 <= delay_quantile <= 1:
-            raise ValueError(
-                f"delay_window is 1 or more and delay_quantile within 0 … 1; found "
-                f"{delay_window} and {delay_quantile}."
-            )
-        self.when_exhausted = when_exhausted
-        self.delay_window = delay_window
-        self.delay_quantile = delay_quantile
         self._worker = Worker("piston chunks")
         self._request: _Request | None = None
         self._time = 0
         # Control steps between the last requests and their answers.
-        self._delays: collections.deque[int] = collections.deque(maxlen=delay_window)
+        self._delays: collections.deque[int] = collections.deque(maxlen=_NUM_DELAYS)
         # Since construction: steps without an action of their own, and requests that failed.
         self.num_held = 0
         self.num_failures = 0
 
     @property
     def delay(self) -> int | None:
-        """Control steps that a request is expected to take; None before it is known."""
-        return self._measured_delay(self.delay_quantile)
+        """Control steps that the slowest of the last requests took; None before there is any."""
+        return max(self._delays, default=None)
 
     @property
     def median_delay(self) -> int | None:
         """Control steps that half of the last requests took at most; None before there is any."""
-        return self._measured_delay(0.5)
-
-    def _measured_delay(self, quantile: float) -> int | None:
-        ordered = sorted(self._delays)
-        return ordered[max(0, math.ceil(quantile * len(ordered)) - 1)] if ordered else None
+        return statistics.median_low(self._delays) if self._delays else None
 
     def infer(self, observation: Mapping[str, Any]) -> dict[str, Any]:
         self.ask(observation)
@@ -260,13 +233,7 @@ class AsyncChunkBroker(ActionChunkBroker):
         if plan is None:
             raise ValueError("There is no chunk yet: call ask(observation) first.")
         self._time += 1
-        is_exhausted = len(plan.ahead) == 0
-        self.num_held += is_exhausted
-        if is_exhausted and self.when_exhausted == "raise":
-            raise ChunkExhausted(
-                f"All {len(plan.actions)} actions are executed and the next chunk has not arrived. "
-                "Ask earlier (a smaller execute_horizon), or slow down."
-            )
+        self.num_held += len(plan.ahead) == 0
         return plan.next_step()
 
     def reset(self) -> None:
@@ -333,19 +300,10 @@ class RealTimeBroker(AsyncChunkBroker):
         policy: Policy,
         execute_horizon: int | None = None,
         *,
-        when_exhausted: Literal["hold", "raise"] = "hold",
-        delay_window: int = 10,
-        delay_quantile: float = 1.0,
         initial_delay: int | None = None,
         kind: Literal["trained", "guided"] | None = None,
     ) -> None:
-        super().__init__(
-            policy,
-            execute_horizon,
-            when_exhausted=when_exhausted,
-            delay_window=delay_window,
-            delay_quantile=delay_quantile,
-        )
+        super().__init__(policy, execute_horizon)
         if kind not in (None, "trained", "guided"):
             raise ValueError(f"kind is 'trained', 'guided' or None; found {kind!r}.")
         self.initial_delay = initial_delay
