@@ -270,12 +270,9 @@ def random_policy(
         known = ", ".join(config.robots)
         raise UnknownRobot(f"{config.name} is of several robots: name one of {known}.")
     config = _with_prompt(config, default_prompt)
-    small: dict[str, Any] = {"vision": VISION["dummy"], "vlm": GEMMA["dummy"], "vocab_size": 4_096}
-    if hasattr(config.model, "action_expert"):
-        small["action_expert"] = GEMMA["dummy"]
-    model_config = dataclasses.replace(
-        config.model, **small, image_size=224, tokenizer="bytes", dtype="float32"
-    )
+    small: dict[str, Any] = {"vision": VISION["dummy"], "vocab_size": 4_096, "image_size": 224}
+    small |= dict.fromkeys(config.model.experts, GEMMA["dummy"])
+    model_config = dataclasses.replace(config.model, **small, tokenizer="bytes", dtype="float32")
     pipeline = dataclasses.replace(config, model=model_config).data_config()
     if pipeline.fake:
         raise ValueError(

@@ -1,10 +1,9 @@
 """Checkpoints: reading ours, openpi's and LeRobot's; writing ours, openpi's and LeRobot's."""
 
+from piston.models.build import build_model, build_on_meta
 from piston.weights.checkpoint import (
     Checkpoint,
     MismatchError,
-    build_model,
-    build_on_meta,
     expected_shapes,
     open_checkpoint,
 )

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from piston.config import TRAIN_SECTION
 from piston.files import atomic_folder, check_new_folder, is_really_in, write_json
+from piston.models.build import build_on_meta
 from piston.models.configs import GemmaSize, ModelConfig, VisionSize
 from piston.models.lora import merged_weight, without_adapters
 from piston.progress import Progress, no_progress
@@ -30,7 +31,7 @@ from piston.serialization import to_json
 from piston.suggestions import did_you_mean
 from piston.transforms.normalize import FILE_NAME, NormStats, read_norm_stats, write_norm_stats
 from piston.weights import lerobot, openpi_jax
-from piston.weights.checkpoint import TENSORS, Checkpoint, build_on_meta, open_checkpoint
+from piston.weights.checkpoint import TENSORS, Checkpoint, open_checkpoint
 from piston.weights.configs import (
     CONFIG,
     OPENPI_NAMES,

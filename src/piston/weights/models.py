@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from piston.files import atomic_file, atomic_folder, sync, write_json
+from piston.models.build import WithoutRandomFills, build_on_meta
 from piston.models.configs import ModelConfig
 from piston.models.lora import adapter_state_dict
 from piston.models.model import Model
@@ -34,8 +35,6 @@ from piston.serialization import to_json
 from piston.weights.checkpoint import (
     TENSORS,
     Checkpoint,
-    WithoutRandomFills,
-    build_on_meta,
     check_match,
     expected_shapes,
     open_checkpoint,

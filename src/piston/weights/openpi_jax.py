@@ -210,11 +210,11 @@ class _ArrayEntry(Entry):
     index: tuple[int, ...]
 
     def read_into(self, destination: Tensor) -> None:
-        convert, size = TABLE[self.path].convert, math.prod(self.shape) * self.dtype.itemsize
-        if self.index or size <= _BLOCK or convert is not _LAYOUTS["same"]:
+        convert = TABLE[self.path].convert
+        if self.index or self.num_bytes <= _BLOCK or convert is not _LAYOUTS["same"]:
             destination.copy_(convert(self.store.read(self.path, self.index)))
             return
-        rows = max(1, _BLOCK * self.shape[0] // size)
+        rows = max(1, _BLOCK * self.shape[0] // self.num_bytes)
         for start in range(0, self.shape[0], rows):
             block = slice(start, min(start + rows, self.shape[0]))
             destination[block].copy_(self.store.read(self.path, (block,)))
