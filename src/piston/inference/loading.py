@@ -23,9 +23,10 @@ from piston.inference.compiled import (
     compile_graphs,
     usual_steps,
 )
-from piston.inference.packing import pack_for_inference, quantize_for_inference
+from piston.inference.packing import pack_for_inference, quantizer
 from piston.inference.policy import Policy
 from piston.models.configs import GEMMA, VISION, Dtype
+from piston.models.lora import merge_adapters
 from piston.models.model import Model
 from piston.robots import RobotInputs
 from piston.robots.description import DescribedRobotDataConfig, with_robot
@@ -228,10 +229,14 @@ def load_parts(
     }
     first = next(iter(each.values()))
     model = weights.load_model(
-        folder, first.model, dtype=None if dtype is None else _HELD[dtype], device=device
+        folder,
+        first.model,
+        dtype=None if dtype is None else _HELD[dtype],
+        device=device,
+        replace=quantizer(first.model) if dtype == "int8" else None,
     )
     if dtype == "int8":
-        quantize_for_inference(model)
+        merge_adapters(model)  # those of the configuration: the weights are merged already
     return PolicyParts(model, each, pipelines)
 
 

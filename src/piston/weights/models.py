@@ -16,7 +16,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -45,6 +47,9 @@ from piston.weights.tensors import CheckpointError, read_object, read_tensor_fil
 
 logger = logging.getLogger(__name__)
 
+# Returns what takes the place of a module.
+Replace = Callable[[nn.Module], nn.Module]
+
 _ADAPTERS, _ADAPTERS_CONFIG = "adapters.safetensors", "adapters.json"
 _ADAPTERS_FORMAT = {"format": "piston-adapters", "version": 1}
 _MAX_THREADS = 4  # the bandwidth of memory limits reading
@@ -57,15 +62,19 @@ def load_model(
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     allow_missing: Iterable[str] = (),
+    replace: Replace | None = None,
 ) -> Model:
     """Load the model of a checkpoint in any known format.
 
     `dtype` is what the large matrices are held in; None keeps the stored dtype of each. Tensors
-    that are float32 in every model become float32.
+    that are float32 in every model become float32. `replace` returns what takes the place of a
+    module, which may be itself. It is called as soon as the module's tensors are read, so that the
+    model as it is stored never has to fit in memory.
     """
     checkpoint = open_checkpoint(location, config)
     model = build_on_meta(checkpoint.config)
-    load_into(model, checkpoint, allow_missing, dtype=dtype, device=device)
+    new = _check_tensors(model, checkpoint, allow_missing)
+    _fill_on_meta(model, checkpoint, new, dtype, device, replace)
     return model
 
 
@@ -84,31 +93,74 @@ def load_into(
     changed. A model on the meta device gets memory on `device`, in `dtype`. A model that has memory
     is filled in place in its own dtypes; if a file cannot be read, all of it becomes NaN.
     """
+    new = _check_tensors(model, checkpoint, allow_missing)
     state = model.state_dict()
-    what = f"{checkpoint} does not fit the {model.config.family} model"
-    found = shapes_of(checkpoint.entries)
-    new = check_match(shapes_of(state), found, allow_missing=allow_missing, what=what)
     on_meta = [tensor.is_meta for tensor in state.values()]
     if any(on_meta) and not all(on_meta):
         raise ValueError("Part of the model is on the meta device. Build all of it on one device.")
     if any(on_meta):
-        held = held_dtypes(model, checkpoint, dtype)
-        for name, tensor in state.items():
-            state[name] = torch.empty(tensor.shape, dtype=held[name], device=device)
-        _read_all(checkpoint, state)
-        for name, value in (_initial_values(model.config, new) if new else {}).items():
-            state[name].copy_(value)
-        model.load_state_dict(state, strict=True, assign=True)
-    else:
-        try:
-            _read_all(checkpoint, state)
-        except BaseException:
-            for name in checkpoint.entries:  # a mixture of old and new weights must not be used
-                state[name].fill_(torch.nan)
-            raise
+        _fill_on_meta(model, checkpoint, new, dtype, device)
+        return new
+    try:
+        _read_all(checkpoint, lambda name: checkpoint.entries[name].read_into(state[name]))
+    except BaseException:
+        for name in checkpoint.entries:  # a mixture of old and new weights must not be used
+            state[name].fill_(torch.nan)
+        raise
+    return new
+
+
+def _check_tensors(model: Model, checkpoint: Checkpoint, allow_missing: Iterable[str]) -> list[str]:
+    """Return the names of new tensors; raise MismatchError for any other difference."""
+    what = f"{checkpoint} does not fit the {model.config.family} model"
+    expected, found = shapes_of(model.state_dict()), shapes_of(checkpoint.entries)
+    new = check_match(expected, found, allow_missing=allow_missing, what=what)
     if new:
         logger.info("%d tensors are new, not from %s: %s …", len(new), checkpoint.path, new[0])
     return new
+
+
+def _fill_on_meta(
+    model: Model,
+    checkpoint: Checkpoint,
+    new: Sequence[str],
+    dtype: torch.dtype | None,
+    device: str | torch.device,
+    replace: Replace | None = None,
+) -> None:
+    """Give memory and values to all tensors of a model on the meta device, module by module.
+
+    If a file cannot be read, all of the model is on the meta device again.
+    """
+    held, shapes = held_dtypes(model, checkpoint, dtype), shapes_of(model.state_dict())
+    initial = _initial_values(model.config, new) if new else {}
+    counts = Counter(map(_module, held))
+    filled: dict[str, dict[str, Tensor]] = {path: {} for path in counts}
+    lock = threading.Lock()
+
+    def fill(name: str) -> None:
+        tensor = torch.empty(shapes[name], dtype=held[name], device=device)
+        if name in initial:
+            tensor.copy_(initial[name])
+        else:
+            checkpoint.entries[name].read_into(tensor)
+        path = _module(name)
+        with lock:
+            filled[path][name.rpartition(".")[2]] = tensor
+            is_complete = len(filled[path]) == counts[path]
+        if is_complete:
+            module = model.get_submodule(path)
+            module.load_state_dict(filled.pop(path), strict=False, assign=True)
+            if replace is not None and path:
+                model.set_submodule(path, replace(module))
+
+    try:
+        _read_all(checkpoint, fill)
+        for name in initial:
+            fill(name)
+    except BaseException:
+        model.to("meta")
+        raise
 
 
 def _initial_values(config: ModelConfig, names: Sequence[str]) -> dict[str, Tensor]:
@@ -142,12 +194,25 @@ def held_dtypes(
     return held
 
 
-def _read_all(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> None:
-    # Arrays of the JAX trainer are decoded one after the other, by tensorstore's own threads.
-    threads = 1 if checkpoint.format == "jax" else min(_MAX_THREADS, os.cpu_count() or 1)
+def _read_all(checkpoint: Checkpoint, read: Callable[[str], None]) -> None:
+    """Call `read` with the name of every stored tensor, in several threads."""
+    names = checkpoint.names()
+    if checkpoint.format == "jax":
+        # Arrays are decoded one after the other in their order, by tensorstore's own threads.
+        threads = 1
+    else:
+        threads = min(_MAX_THREADS, os.cpu_count() or 1)
+        sizes: Counter[str] = Counter()
+        for name, entry in checkpoint.entries.items():
+            sizes[_module(name)] += entry.num_bytes
+        # The largest module first: it needs most memory besides what replaces it.
+        names.sort(key=lambda name: (-sizes[_module(name)], _module(name)))
     with ThreadPoolExecutor(threads) as pool:
-        entries = checkpoint.entries.items()
-        list(pool.map(lambda item: item[1].read_into(tensors[item[0]]), entries))
+        list(pool.map(read, names))
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def save_model(
