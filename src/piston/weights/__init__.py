@@ -10,10 +10,8 @@ from piston.weights.checkpoint import (
 from piston.weights.conversion import FORMATS, Format, convert
 from piston.weights.lerobot import read_statistics
 from piston.weights.models import (
-    load_adapters,
     load_into,
     load_model,
-    save_adapters,
     save_model,
 )
 from piston.weights.tensors import CheckpointError
@@ -28,11 +26,9 @@ __all__ = [
     "build_on_meta",
     "convert",
     "expected_shapes",
-    "load_adapters",
     "load_into",
     "load_model",
     "open_checkpoint",
     "read_statistics",
-    "save_adapters",
     "save_model",
 ]

@@ -1,10 +1,7 @@
-"""Models from checkpoints and back: loading and saving, also of adapters alone.
+"""Models from checkpoints and back: loading and saving.
 
     model.safetensors       the tensors under our names
     config.json             {"format": "piston", "version": 1, "model": {…}}, and further sections
-
-    adapters.safetensors    adapters alone, under their names in the whole model
-    adapters.json           {"format": "piston-adapters", "version": 1, "lora": {expert: {…}}}
 
 A model is loaded as a whole or not at all. Its tensors are read one by one into the memory in which
 they are used, so that peak memory is the model. Files appear under their names when they are
@@ -13,7 +10,6 @@ complete: a reader sees the old file or the new one.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import threading
@@ -30,7 +26,6 @@ from torch import Tensor, nn
 from piston.files import atomic_file, atomic_folder, sync, write_json
 from piston.models.build import WithoutRandomFills, build_on_meta
 from piston.models.configs import ModelConfig
-from piston.models.lora import adapter_state_dict
 from piston.models.model import Model
 from piston.models.precision import held_as_asked
 from piston.serialization import to_json
@@ -43,15 +38,13 @@ from piston.weights.checkpoint import (
     shapes_of,
 )
 from piston.weights.configs import CONFIG, OWN_FORMAT, VERSION
-from piston.weights.tensors import CheckpointError, read_object, read_tensor_file, write_tensor_file
+from piston.weights.tensors import write_tensor_file
 
 logger = logging.getLogger(__name__)
 
 # Returns what takes the place of a module.
 Replace = Callable[[nn.Module], nn.Module]
 
-_ADAPTERS, _ADAPTERS_CONFIG = "adapters.safetensors", "adapters.json"
-_ADAPTERS_FORMAT = {"format": "piston-adapters", "version": 1}
 _MAX_THREADS = 4  # the bandwidth of memory limits reading
 
 
@@ -231,20 +224,15 @@ def save_model(
         raise ValueError(f"{len(empty)} tensors have no values (meta device), such as {empty[0]}.")
     what = "The tensors are not the configuration's"
     check_match(expected_shapes(config), shapes_of(state), what=what)
-    _write_pair(Path(folder), TENSORS, state, CONFIG, describe(config, sections or {}))
-
-
-def _write_pair(
-    folder: Path, tensor_name: str, tensors: Mapping[str, Tensor], json_name: str, described: Any
-) -> None:
-    """Write two files; a new folder appears with both of them."""
-    folder = folder.absolute()
+    described = describe(config, sections or {})
+    folder = Path(folder).absolute()
     exists = folder.is_dir() and any(folder.iterdir())
+    # A new folder appears with both files.
     opened = nullcontext(folder) if exists else atomic_folder(folder)
-    with opened as place, atomic_file(place / tensor_name) as temporary:
-        write_tensor_file(temporary, tensors)
+    with opened as place, atomic_file(place / TENSORS) as temporary:
+        write_tensor_file(temporary, state)
         sync(temporary)  # before the other file is replaced: a full disk is found here
-        write_json(place / json_name, described, indent=2)
+        write_json(place / CONFIG, described, indent=2)
 
 
 def describe(config: ModelConfig, sections: Mapping[str, Any]) -> dict[str, Any]:
@@ -253,45 +241,3 @@ def describe(config: ModelConfig, sections: Mapping[str, Any]) -> dict[str, Any]
     if clash := sorted(own.keys() & sections.keys()):
         raise ValueError(f"Sections of config.json may not be named {', '.join(clash)}.")
     return {**own, **sections}
-
-
-def save_adapters(model: Model, folder: str | Path) -> None:
-    """Write the model's adapters and their configuration; existing files are replaced.
-
-    They are of use only with the base weights that they were trained on.
-    """
-    adapters = adapter_state_dict(model)
-    if not adapters:
-        raise ValueError("The model has no adapters to save: no expert's size has a lora.")
-    described = {**_ADAPTERS_FORMAT, "lora": _lora_of(model)}
-    _write_pair(Path(folder), _ADAPTERS, adapters, _ADAPTERS_CONFIG, described)
-
-
-def load_adapters(model: Model, folder: str | Path) -> None:
-    """Fill all adapters of the model; its other weights stay.
-
-    The model must have the adapters that were saved: experts, kinds of layers, rank and alpha.
-    """
-    folder = Path(folder)
-    for name in (_ADAPTERS_CONFIG, _ADAPTERS):
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder / name} is missing; `save_adapters` writes it.")
-    path = folder / _ADAPTERS_CONFIG
-    data = read_object(path)
-    if {key: data.get(key) for key in _ADAPTERS_FORMAT} != _ADAPTERS_FORMAT:
-        raise CheckpointError(f"{path} was not written by `save_adapters`: {_ADAPTERS_FORMAT}.")
-    if data.get("lora") != _lora_of(model):
-        raise CheckpointError(
-            f"The adapters in {folder} are {data.get('lora')}, the model's are {_lora_of(model)}. "
-            "Build the model with the adapters that were saved."
-        )
-    entries, state = read_tensor_file(folder / _ADAPTERS), adapter_state_dict(model)
-    what = f"The adapters in {folder} do not fit the model"
-    check_match(shapes_of(state), shapes_of(entries), what=what)
-    values = {name: entry.read() for name, entry in entries.items()}
-    model.load_state_dict(values, strict=False)
-
-
-def _lora_of(model: Model) -> dict[str, Any]:
-    sizes = {name: expert.size for name, expert in model.experts.items()}
-    return {n: dataclasses.asdict(size.lora) for n, size in sizes.items() if size.lora is not None}
