@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tests.inspection import untrained
@@ -17,7 +18,7 @@ from piston.config import TrainConfig
 from piston.inference.loading import load_policy, random_policy
 from piston.inspection import Frames, Plan, compute
 from piston.models import build
-from piston.models.configs import Pi0Config
+from piston.models.configs import ModelConfig, Pi0Config
 from piston.models.flow import Pi0
 from piston.robots.description import with_robot
 from piston.weights import CheckpointError, build_model, convert, load_model, open_checkpoint
@@ -107,6 +108,31 @@ class _Renamed(Pi0Config):
 def test_a_configuration_without_a_module_is_built_as_its_parent(preset):
     fields = {f.name: getattr(preset.model, f.name) for f in dataclasses.fields(Pi0Config)}
     assert type(build_model(_Renamed(**fields))) is Pi0
+
+
+@dataclasses.dataclass(frozen=True)
+class _OtherHead(ModelConfig):
+    family = "regression"
+    uses_quantiles = True
+    state_in_prompt = False
+    usual_prompt_length = 16
+
+
+def test_a_new_family_says_how_its_numbers_and_prompts_are_made(preset):
+    config = _OtherHead(tokenizer="bytes", action_dim=4)
+    pipeline = preset.data.create(Path("assets"), config)
+    assert pipeline.use_quantile_norm
+    shown = np.zeros((8, 8, 3), np.uint8)
+    seen = {"image": {"base_0_rgb": shown}, "image_mask": {"base_0_rgb": True}}
+    seen |= {"state": np.ones(3, np.float32), "prompt": "go"}
+    for transform in pipeline.model_transforms.inputs:
+        seen = transform(seen)
+    assert seen["tokenized_prompt"].shape == (16,)
+    assert seen["tokenized_prompt_mask"].sum() == len("go\n") + 1  # and no state
+    assert seen["state"].shape == (4,)
+    silent = {name: value for name, value in vars(_OtherHead).items() if name == "family"}
+    with pytest.raises(TypeError, match="state_in_prompt.*uses_quantiles.*usual_prompt_length"):
+        type("Silent", (ModelConfig,), silent)()
 
 
 @pytest.mark.usefixtures("preset")
