@@ -15,10 +15,12 @@ from piston.inference.packing import (
     largest_token_number,
     pack_for_inference,
     quantize_for_inference,
+    quantizer,
 )
 from piston.models import cpu, precision
 from piston.models.configs import LoRA
 from piston.models.precision import Linear, cast_for_inference
+from piston.weights import load_model, save_model
 
 # A result is rounded once to bfloat16: half a unit in the last of its 8 bits.
 ROUNDED = {"rtol": 2**-8, "atol": 2**-12}
@@ -188,10 +190,20 @@ def test_what_is_not_packed():
             assert not changed
 
 
-def test_adapters_become_part_of_eight_bits():
-    model = tiny.flow(vlm=tiny.gemma(lora=LoRA(rank=2, alpha=2.0)))
-    quantize_for_inference(model)
-    assert not [one for one in model.modules() if isinstance(one, precision.Linear)]
+@pytest.mark.parametrize("changes", [{}, {"targets": ("text",)}], ids=["actions", "words"])
+@torch.no_grad()
+def test_eight_bits_made_while_reading_equal_those_made_of_a_model(tmp_path, changes):
+    """Adapters become part of both."""
+    built = tiny.flow(vlm=tiny.gemma(lora=LoRA(rank=2, alpha=2.0)), **changes)
+    save_model(built, built.config, tmp_path)
+    whole = load_model(tmp_path, dtype=torch.bfloat16)
+    quantize_for_inference(whole)
+    read = load_model(tmp_path, dtype=torch.bfloat16, replace=quantizer(built.config))
+    observation, noise = tiny.observe(whole, [[True] * 3], (5,)), tiny.chunk(whole, 1)
+    assert torch.equal(read.act(observation, noise), whole.act(observation, noise))
+    for model in (whole, read):
+        assert not [module for module in model.modules() if isinstance(module, precision.Linear)]
+        assert (model.vlm.embedding.weight.dtype == torch.int8) == (not changes)
 
 
 @torch.no_grad()

@@ -127,14 +127,16 @@ def test_zeros_are_stored_in_jax_arrays(tmp_path, tiny, tiny_state):
 def test_full_size_jax_arrays_have_openpi_s_layout():
     """Also where every head has keys of its own, which changes the arrays' names."""
     config = Pi0Config(pi05=True)
-    shapes = openpi_jax.array_shapes(config, expected_shapes(config))
+    arrays = openpi_jax.arrays_of(config, expected_shapes(config))
+    shapes = {path: shape for path, (shape, _) in arrays.items()}
     attention = "PaliGemma/llm/layers/attn/"
     assert shapes[f"{attention}q_einsum/w"] == (18, 8, 2048, 256)
     assert shapes[f"{attention}kv_einsum_1/w"] == (18, 2, 1, 1024, 256)
     assert shapes["PaliGemma/llm/layers/mlp/gating_einsum"] == (18, 2, 2048, 16384)
     heads = {name: dataclasses.replace(getattr(config, name), num_kv_heads=8) for name in EXPERTS}
     config = dataclasses.replace(config, **heads)
-    shapes = openpi_jax.array_shapes(config, expected_shapes(config))
+    arrays = openpi_jax.arrays_of(config, expected_shapes(config))
+    shapes = {path: shape for path, (shape, _) in arrays.items()}
     assert shapes[f"{attention}qkv_einsum/w"] == (18, 3, 8, 2048, 256)
     assert not [path for path in shapes if "/q_einsum" in path or "/kv_einsum" in path]
 

@@ -19,7 +19,7 @@ sizes = st.integers(1, 5)
 
 def take(path: str, array: torch.Tensor) -> dict[str, torch.Tensor]:
     found = slices(path, tuple(array.shape))
-    tensors = {name: TABLE[path].convert(array[index]) for name, (index, _) in found.items()}
+    tensors = {name: TABLE[path].layout.convert(array[index]) for name, (index, _) in found.items()}
     assert {name: shape for name, (_, shape) in found.items()} == {
         name: tuple(tensor.shape) for name, tensor in tensors.items()
     }

@@ -29,6 +29,7 @@ MEASURED = """
 import json, sys, threading, time
 from pathlib import Path
 import torch
+from piston.inference.packing import quantizer
 from piston.weights import build_on_meta, convert, load_model, open_checkpoint
 from piston.weights.openpi_jax import read_arrays
 
@@ -36,6 +37,9 @@ def convert_all(folder): convert(folder, folder + "-converted", torch.bfloat16)
 def copy_all(folder): convert(folder, folder + "-copied")
 def load_same(folder): return load_model(folder)
 def load_narrow(folder): return load_model(folder, dtype=torch.bfloat16)
+def load_int8(folder):
+    config = open_checkpoint(folder).config
+    return load_model(folder, dtype=torch.bfloat16, replace=quantizer(config))
 def read_all(folder):
     for entry in read_arrays(Path(folder))[0].values():
         entry.read(torch.bfloat16)
@@ -102,11 +106,12 @@ def test_converting_holds_one_tensor_and_loading_the_model(tmp_path):
     assert size > 340 * MIB
     assert max(tensor.nbytes for tensor in tensors.values()) == 16 * MIB
 
-    grown = measure(folder, "convert_all", "copy_all", "load_narrow", "load_same")
+    grown = measure(folder, "convert_all", "copy_all", "load_int8", "load_narrow", "load_same")
     for place in tmp_path.iterdir():  # pytest would keep them for a while
         shutil.rmtree(place)
     assert 0 < grown["convert_all"] < (16 + 64) * MIB
     assert grown["copy_all"] < (16 + 64) * MIB
+    assert grown["load_int8"] < size / 4 + 64 * MIB
     assert grown["load_narrow"] < size / 2 + 64 * MIB
     assert grown["load_same"] < size + 64 * MIB
 

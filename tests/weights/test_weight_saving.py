@@ -11,8 +11,10 @@ import pytest
 import safetensors.torch
 import torch
 
+from piston.models.lora import merge_adapters, without_adapters
 from piston.weights import (
     MismatchError,
+    build_model,
     build_on_meta,
     convert,
     load_model,
@@ -204,3 +206,16 @@ def test_converting_half_a_model_is_refused(tmp_path, tiny, tiny_state):
     with pytest.raises(MismatchError, match=r"1 missing:\s+vlm\.norm\.scale"):
         convert(tmp_path / "a", tmp_path / "b")
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_merged_model_is_saved_with_its_own_configuration(tmp_path, tiny, tiny_state):
+    trained = build_model(tiny["pi0_lora"])
+    trained.load_state_dict(tiny_state("pi0_lora"))
+    expected = without_adapters(trained.config)
+    merge_adapters(trained)
+    assert trained.config == expected
+    save_model(trained, trained.config, tmp_path)
+    found = load_model(tmp_path)
+    assert found.config == expected
+    for name, value in trained.state_dict().items():
+        assert torch.equal(value, found.state_dict()[name])

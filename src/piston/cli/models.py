@@ -112,8 +112,10 @@ def _count(module: nn.Module) -> int:
 
 def _parts(model: Model) -> Table:
     config, vision = model.config, model.config.vision
-    titles = {"vlm": "vision-language expert", "action_expert": "action expert"}
-    reads = {"vlm": f"prefix, vocabulary {config.vocab_size:,}", "action_expert": "suffix"}
+    titles = {name: name.replace("_", " ") for name in config.experts}
+    titles["vlm"] = "vision-language expert"
+    reads = dict.fromkeys(config.experts, "suffix")
+    reads["vlm"] = f"prefix, vocabulary {config.vocab_size:,}"
     names = ("parameters", "width", "layers", "mlp", "heads", "LoRA", "reads")
     heads = f"{vision.num_heads} × {vision.width // vision.num_heads}"
     pixels = f"{config.image_size}×{config.image_size} in patches of {vision.patch}"

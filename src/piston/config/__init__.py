@@ -296,8 +296,7 @@ class TrainConfig:
 
     def _check_adapters(self) -> None:
         """Raise ValueError if there are LoRA adapters but all other weights would train as well."""
-        experts = {name: getattr(self.model, name, None) for name in ("vlm", "action_expert")}
-        adapted = [name for name, size in experts.items() if size is not None and size.lora]
+        adapted = [name for name in self.model.experts if getattr(self.model, name).lora]
         if adapted and all(pattern.startswith("!") for pattern in self.freeze):
             patterns = " ".join(f"'{name}.*'" for name in adapted)
             raise ValueError(

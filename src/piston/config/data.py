@@ -365,8 +365,10 @@ class ModelTransformFactory:
                 "--data.subtasks asks for a policy that writes its subtask, which needs a model "
                 "with text among its --model.targets."
             )
-        if isinstance(model_config, Pi0Config):
-            response = self._response(model_config, text) if model_config.targets else None
+        if model_config.denoises:
+            response = None
+            if isinstance(model_config, Pi0Config) and model_config.targets:
+                response = self._response(model_config, text)
             # The state is written into the prompt before it is padded.
             tokenize = TokenizePrompt(text, max_len, model_config.state_in_prompt, response)
             return Group((*prepare, tokenize, PadStatesAndActions(model_config.action_dim)))

@@ -23,9 +23,10 @@ from piston.inference.compiled import (
     compile_graphs,
     usual_steps,
 )
-from piston.inference.packing import pack_for_inference, quantize_for_inference
+from piston.inference.packing import pack_for_inference, quantizer
 from piston.inference.policy import Policy
 from piston.models.configs import GEMMA, VISION, Dtype
+from piston.models.lora import merge_adapters
 from piston.models.model import Model
 from piston.robots import RobotInputs
 from piston.robots.description import DescribedRobotDataConfig, with_robot
@@ -228,10 +229,14 @@ def load_parts(
     }
     first = next(iter(each.values()))
     model = weights.load_model(
-        folder, first.model, dtype=None if dtype is None else _HELD[dtype], device=device
+        folder,
+        first.model,
+        dtype=None if dtype is None else _HELD[dtype],
+        device=device,
+        replace=quantizer(first.model) if dtype == "int8" else None,
     )
     if dtype == "int8":
-        quantize_for_inference(model)
+        merge_adapters(model)  # those of the configuration: the weights are merged already
     return PolicyParts(model, each, pipelines)
 
 
@@ -270,12 +275,9 @@ def random_policy(
         known = ", ".join(config.robots)
         raise UnknownRobot(f"{config.name} is of several robots: name one of {known}.")
     config = _with_prompt(config, default_prompt)
-    small: dict[str, Any] = {"vision": VISION["dummy"], "vlm": GEMMA["dummy"], "vocab_size": 4_096}
-    if hasattr(config.model, "action_expert"):
-        small["action_expert"] = GEMMA["dummy"]
-    model_config = dataclasses.replace(
-        config.model, **small, image_size=224, tokenizer="bytes", dtype="float32"
-    )
+    small: dict[str, Any] = {"vision": VISION["dummy"], "vocab_size": 4_096, "image_size": 224}
+    small |= dict.fromkeys(config.model.experts, GEMMA["dummy"])
+    model_config = dataclasses.replace(config.model, **small, tokenizer="bytes", dtype="float32")
     pipeline = dataclasses.replace(config, model=model_config).data_config()
     if pipeline.fake:
         raise ValueError(

@@ -27,7 +27,8 @@ from jaxtyping import Float, Int, Int8, UInt8
 from torch import Tensor, nn
 
 from piston.models import cpu
-from piston.models.lora import merge_adapters
+from piston.models.configs import ModelConfig
+from piston.models.lora import LoRALinear, merge_adapters
 from piston.models.model import Model
 from piston.models.precision import Linear
 
@@ -41,33 +42,51 @@ def pack_for_inference(model: Model) -> None:
         torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )
     if has_products and model.compute_dtype == torch.bfloat16:
-        _replace(model, lambda linear: PackedLinear(linear) if _can_be_packed(linear) else linear)
+        _replace(model, _packed)
 
 
-def _can_be_packed(linear: Linear) -> bool:
-    weight = linear.weight
-    is_plain = type(linear).forward is Linear.forward  # and has no adapter
+def _packed(module: nn.Module) -> nn.Module:
+    if not isinstance(module, Linear):
+        return module
+    weight = module.weight
+    is_plain = type(module).forward is Linear.forward  # and has no adapter
     held = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
-    return is_plain and held and linear.cpu_product == "torch"
+    can_be_packed = is_plain and held and module.cpu_product == "torch"
+    return PackedLinear(module) if can_be_packed else module
 
 
 def quantize_for_inference(model: Model) -> None:
     """Hold every large matrix of the vision tower and the experts in eight bits, in place."""
+    _replace(model, quantizer(model.config))
+    merge_adapters(model)  # those of the configuration: the modules have none any more
+
+
+def quantizer(config: ModelConfig) -> Callable[[nn.Module], nn.Module]:
+    """Return what `quantize_for_inference` does to one module of a model of this configuration.
+
+    `weights.load_model` applies it to each module when it is read: the model as it is stored is
+    never in memory as a whole.
+    """
     if not torch.backends.mkldnn.is_available():
         raise ValueError(
             "int8 needs a PyTorch with oneDNN, which this one does not have. Use bfloat16."
         )
-    merge_adapters(model)
-    _replace(model, Int8Linear)
-    if model.config.denoises and not model.config.targets:  # no words are written
-        setattr(model.vlm, "embedding", Int8Embedding(model.vlm.embedding))  # noqa: B010
+    writes_words = not config.denoises or bool(config.targets)
+
+    def quantize(module: nn.Module) -> nn.Module:
+        if isinstance(module, Linear):
+            return Int8Linear(module.merged() if isinstance(module, LoRALinear) else module)
+        if isinstance(module, nn.Embedding) and not writes_words:
+            return Int8Embedding(module)
+        return module
+
+    return quantize
 
 
-def _replace(model: nn.Module, make: Callable[[Linear], nn.Module]) -> None:
+def _replace(model: nn.Module, make: Callable[[nn.Module], nn.Module]) -> None:
     for module in model.modules():
         for name, child in module.named_children():
-            if isinstance(child, Linear):
-                setattr(module, name, make(child))
+            setattr(module, name, make(child))
 
 
 class PackedLinear(nn.Module):

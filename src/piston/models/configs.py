@@ -25,8 +25,6 @@ Target = Literal["text", "fast"]
 
 _FLOW_CAMERAS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
 _FAST_CAMERAS = ("base_0_rgb", "base_1_rgb", "wrist_0_rgb")
-_PROMPT_LENGTHS = {"π0": 48, "π0.5": 200, "π0-FAST": 250}
-
 
 # No count of a model is larger, so that a damaged file is not taken for an enormous model.
 _MAX_COUNT = 2**20
@@ -245,15 +243,23 @@ class ModelConfig(abc.ABC):
         """The model's name as people say it."""
 
     @property
+    @abc.abstractmethod
     def uses_quantiles(self) -> bool:
         """Whether states and actions are normalised by quantiles rather than mean and std."""
-        return self.family != "π0"
 
     @property
+    @abc.abstractmethod
     def state_in_prompt(self) -> bool:
         """Whether the state is written into the prompt as numbers."""
-        return self.family != "π0"
 
+    @property
+    @abc.abstractmethod
+    def usual_prompt_length(self) -> int:
+        """The prompt's length if `max_token_len` is None."""
+
+    # The experts in the order in which they run. Each name is an attribute of the model, and of
+    # its configuration, where it is a `GemmaSize`.
+    experts: ClassVar[tuple[str, ...]] = ("vlm",)
     # Whether actions are denoised by a flow; otherwise they are written as tokens.
     denoises: ClassVar[bool] = True
     # Whether the family is trained on randomly changed images.
@@ -283,8 +289,7 @@ class ModelConfig(abc.ABC):
 
     @property
     def prompt_length(self) -> int:
-        usual = _PROMPT_LENGTHS[self.family]
-        return usual if self.max_token_len is None else self.max_token_len
+        return self.usual_prompt_length if self.max_token_len is None else self.max_token_len
 
     @property
     def tokens_per_camera(self) -> int:
@@ -295,6 +300,8 @@ class ModelConfig(abc.ABC):
 @dataclasses.dataclass(frozen=True)
 class Pi0Config(ModelConfig):
     """A flow model: π0, or π0.5 with `pi05`."""
+
+    experts = ("vlm", "action_expert")
 
     # The size of the expert that reads state and noisy actions.
     action_expert: NamedGemmaSize = GEMMA["gemma_300m"]
@@ -372,6 +379,14 @@ class Pi0Config(ModelConfig):
         return "π0.5" if self.pi05 else "π0"
 
     @property
+    def uses_quantiles(self) -> bool:
+        return self.pi05
+
+    @property
+    def usual_prompt_length(self) -> int:
+        return 200 if self.pi05 else 48
+
+    @property
     def state_in_prompt(self) -> bool:
         return self.pi05 if self.discrete_state_input is None else self.discrete_state_input
 
@@ -386,6 +401,8 @@ class Pi0FASTConfig(ModelConfig):
     """The autoregressive model: actions as FAST tokens."""
 
     family = "π0-FAST"
+    uses_quantiles = state_in_prompt = True
+    usual_prompt_length = 250
     denoises = masks_absent_cameras = uses_augmentation = False
 
     # Actions per chunk.

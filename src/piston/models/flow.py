@@ -103,10 +103,6 @@ class Pi0(Model):
         self.action_expert = Expert(config.action_expert, adaptive=config.pi05)
         self.suffix = (AdaptiveSuffix if config.pi05 else TokenSuffix)(config)
 
-    @property
-    def experts(self) -> dict[str, Expert]:
-        return {"vlm": self.vlm, "action_expert": self.action_expert}
-
     def draw(
         self, batch_size: int, num_draws: int = 1, generator: torch.Generator | None = None
     ) -> dict[str, Tensor]:

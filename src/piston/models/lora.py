@@ -104,12 +104,6 @@ def without_adapters(config: Config) -> Config:
     return dataclasses.replace(config, **changes)  # type: ignore[type-var]
 
 
-def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return the adapters alone, under their names in the whole model."""
-    state = model.state_dict()
-    return {n: value for n, value in state.items() if n.endswith((".lora_a", ".lora_b"))}
-
-
 def matching_parameters(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
     """Return names that a pattern matches and no `!pattern` excepts: `("vlm.*", "!*lora*")`.
 

@@ -74,9 +74,9 @@ class ActOptions:
 class Model(nn.Module, abc.ABC):
     """What every model has and can do. `config.denoises` says whether it starts from noise.
 
-    Build models with `piston.weights.build_model`, which chooses how this machine's CPU multiplies
-    bfloat16. On a model built otherwise call `precision.use_fastest_products` before its first
-    bfloat16 product: on virtual machines with broken matrix tiles PyTorch's own would crash.
+    Build models with `piston.models.build.build_model`, which chooses how this machine's CPU
+    multiplies bfloat16. On a model built otherwise call `precision.use_fastest_products` before its
+    first bfloat16 product: on virtual machines with broken matrix tiles PyTorch's own would crash.
     """
 
     config: ModelConfig
@@ -141,7 +141,7 @@ class Model(nn.Module, abc.ABC):
     @property
     def experts(self) -> dict[str, Expert]:
         """The experts in the order in which they run, by the names of their attributes."""
-        return {"vlm": self.vlm}
+        return {name: getattr(self, name) for name in self.config.experts}
 
     def layers(self) -> list[nn.Module]:
         """Return the repeated layers, which hold almost all parameters: to shard or compile."""

@@ -1,20 +1,17 @@
 """Checkpoints: reading ours, openpi's and LeRobot's; writing ours, openpi's and LeRobot's."""
 
+from piston.models.build import build_model, build_on_meta
 from piston.weights.checkpoint import (
     Checkpoint,
     MismatchError,
-    build_model,
-    build_on_meta,
     expected_shapes,
     open_checkpoint,
 )
 from piston.weights.conversion import FORMATS, Format, convert
 from piston.weights.lerobot import read_statistics
 from piston.weights.models import (
-    load_adapters,
     load_into,
     load_model,
-    save_adapters,
     save_model,
 )
 from piston.weights.tensors import CheckpointError
@@ -29,11 +26,9 @@ __all__ = [
     "build_on_meta",
     "convert",
     "expected_shapes",
-    "load_adapters",
     "load_into",
     "load_model",
     "open_checkpoint",
     "read_statistics",
-    "save_adapters",
     "save_model",
 ]

@@ -12,29 +12,18 @@ What a configuration has a place for is known from its model, built without memo
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from piston import assets
-from piston.models.autoregressive import Pi0FAST
-from piston.models.configs import (
-    GemmaSize,
-    ModelConfig,
-    Pi0Config,
-    Pi0FASTConfig,
-    VisionSize,
-)
-from piston.models.flow import Pi0
+from piston.models.build import build_on_meta
+from piston.models.configs import GemmaSize, ModelConfig, VisionSize
 from piston.models.lora import matching_parameters
-from piston.models.model import Model
-from piston.models.precision import use_fastest_products
 from piston.suggestions import did_you_mean
 from piston.weights import openpi_jax, pytorch_names
 from piston.weights.configs import CONFIG, OWN_FORMAT, declared_fields, infer_config, own_config
@@ -49,11 +38,9 @@ from piston.weights.tensors import (
 
 TENSORS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_OWN_TREES = ("vision.", "vlm.", "action_expert.", "suffix.")
+_OWN_TREES = ("vision.", "vlm.")  # which every model has
 _EMBEDDING = "vlm.embedding.weight"
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
-_MODELS: dict[type[ModelConfig], Callable[[Any], Model]] = {Pi0Config: Pi0, Pi0FASTConfig: Pi0FAST}
-_RANDOM_FILLS = {"normal_", "uniform_", "trunc_normal_", "kaiming_uniform_"}
 _SHOWN = 20  # lines per kind of problem; the exception carries all of them
 
 
@@ -89,7 +76,7 @@ class Checkpoint:
 
     @property
     def num_bytes(self) -> int:
-        return sum(math.prod(e.shape) * e.dtype.itemsize for e in self.entries.values())
+        return sum(entry.num_bytes for entry in self.entries.values())
 
     def __str__(self) -> str:
         return f"{self.path} ({self.format})"
@@ -181,18 +168,17 @@ def _read_safetensors(
     the shapes of those under unknown names, and the dropped names.
     """
     entries = _read_shards(path) if path.name.endswith(".json") else read_tensor_file(path)
-    used = {name: entry for name, entry in entries.items() if name.startswith(_OWN_TREES)}
+    ours = sum(name.startswith(_OWN_TREES) for name in entries)
     plain = map(pytorch_names.plain_name, entries)
     theirs = sum(name.startswith("paligemma_with_expert.") for name in plain)
-    if not used and not theirs:
+    if not ours and not theirs:
         raise CheckpointError(
             f"{path} holds no known model: its tensors are "
             f"{', '.join(sorted(entries)[:5]) or 'none at all'}. Known are π0, π0.5 and π0-FAST as "
             "written by Piston, by openpi (JAX and PyTorch) and by LeRobot."
         )
-    if len(used) >= theirs:
-        unknown = {name: e.shape for name, e in entries.items() if name not in used}
-        return OWN_FORMAT, used, unknown, {}
+    if ours >= theirs:
+        return OWN_FORMAT, entries, {}, {}
     table = pytorch_names.translate(entries)
     used = {ours: entries[name] for ours, name in table.used.items()}
     if writes or not any(name.startswith("suffix.") for name in used):
@@ -296,24 +282,6 @@ def _ranges(numbers: Sequence[int]) -> str:
     return f"[{','.join(map(str, numbers))}]"
 
 
-def build_model(config: ModelConfig) -> Model:
-    """Return the model of a configuration, on torch's current default device.
-
-    It uses the fastest products that this machine's CPU has, should it run there.
-    """
-    if type(config) not in _MODELS:
-        raise TypeError(f"No model is known for a {type(config).__name__}.")
-    model = _MODELS[type(config)](config)
-    use_fastest_products(model)
-    return model
-
-
-def build_on_meta(config: ModelConfig) -> Model:
-    """Return the model without memory: for its names and shapes, or to be filled later."""
-    with torch.device("meta"), WithoutRandomFills():
-        return build_model(config)
-
-
 def shapes_of(tensors: Mapping[str, Tensor] | Mapping[str, Entry]) -> dict[str, Shape]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
@@ -321,16 +289,3 @@ def shapes_of(tensors: Mapping[str, Tensor] | Mapping[str, Entry]) -> dict[str, 
 def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
     """Return the tensors that a checkpoint of this configuration has to hold."""
     return shapes_of(build_on_meta(config).state_dict())
-
-
-class WithoutRandomFills(TorchFunctionMode):
-    """Random fills of tensors on the meta device do nothing.
-
-    They have no effect there, but the first one imports parts of torch that take a second.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        target: Any = args[0] if args else (kwargs or {}).get("tensor")
-        if getattr(func, "__name__", "") in _RANDOM_FILLS and target.is_meta:
-            return target
-        return func(*args, **(kwargs or {}))

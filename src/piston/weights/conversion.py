@@ -23,6 +23,7 @@ from torch import Tensor
 
 from piston.config import TRAIN_SECTION
 from piston.files import atomic_folder, check_new_folder, is_really_in, write_json
+from piston.models.build import build_on_meta
 from piston.models.configs import GemmaSize, ModelConfig, VisionSize
 from piston.models.lora import merged_weight, without_adapters
 from piston.progress import Progress, no_progress
@@ -30,9 +31,10 @@ from piston.serialization import to_json
 from piston.suggestions import did_you_mean
 from piston.transforms.normalize import FILE_NAME, NormStats, read_norm_stats, write_norm_stats
 from piston.weights import lerobot, openpi_jax
-from piston.weights.checkpoint import TENSORS, Checkpoint, build_on_meta, open_checkpoint
+from piston.weights.checkpoint import TENSORS, Checkpoint, open_checkpoint
 from piston.weights.configs import (
     CONFIG,
+    FAMILIES,
     OPENPI_NAMES,
     OWN_FORMAT,
     foreign_fields,
@@ -51,6 +53,7 @@ _SOFTWARE = {
     "openpi-jax": "openpi's JAX models",
     "lerobot": "LeRobot's models",
 }
+_FAMILIES = {"openpi": ("π0", "π0.5"), "openpi-jax": tuple(FAMILIES), "lerobot": tuple(FAMILIES)}
 _ASSETS = "assets"
 
 
@@ -158,18 +161,19 @@ class _Tensors:
 def _check_counterpart(tensors: _Tensors, to: Format) -> None:
     """Raise ValueError if the other software has no such model; warn if it has other sizes."""
     config, software = tensors.config, _SOFTWARE[to]
-    if to == "openpi" and config.family == "π0-FAST":
+    if config.family not in _FAMILIES[to]:
+        others = [name for name in _FAMILIES if config.family in _FAMILIES[name]]
         raise ValueError(
-            f"The model is π0-FAST, which {software} do not include. Write it for openpi's JAX "
-            "models (--to openpi-jax) or LeRobot (--to lerobot)."
+            f"The model is {config.family}, which {software} do not include. Write it with "
+            f"{' or '.join(f'--to {name}' for name in (*others, 'piston'))}."
         )
     if config != without_adapters(config):
         raise ValueError("The model has adapters, which are written only merged: add --merge-lora.")
     if without := sorted(ours for ours in tensors.dtypes if foreign_name(ours) is None):
         raise ValueError(
             f"{software} have no counterpart of {len(without)} tensors, such as {without[0]}: "
-            "models with a convolutional stem (--model.vision …,stem=N), and models that were "
-            "distilled (`piston distill`), exist here only."
+            "models with a convolutional stem (--model.vision …,stem=N), distilled models "
+            "(`piston distill`), and models of your own exist here only."
         )
     if unusual := unusual_fields(config):
         logger.warning(

@@ -1,10 +1,7 @@
-"""Models from checkpoints and back: loading and saving, also of adapters alone.
+"""Models from checkpoints and back: loading and saving.
 
     model.safetensors       the tensors under our names
     config.json             {"format": "piston", "version": 1, "model": {…}}, and further sections
-
-    adapters.safetensors    adapters alone, under their names in the whole model
-    adapters.json           {"format": "piston-adapters", "version": 1, "lora": {expert: {…}}}
 
 A model is loaded as a whole or not at all. Its tensors are read one by one into the memory in which
 they are used, so that peak memory is the model. Files appear under their names when they are
@@ -13,10 +10,11 @@ complete: a reader sees the old file or the new one.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -26,28 +24,27 @@ import torch
 from torch import Tensor, nn
 
 from piston.files import atomic_file, atomic_folder, sync, write_json
+from piston.models.build import WithoutRandomFills, build_on_meta
 from piston.models.configs import ModelConfig
-from piston.models.lora import adapter_state_dict
 from piston.models.model import Model
 from piston.models.precision import held_as_asked
 from piston.serialization import to_json
 from piston.weights.checkpoint import (
     TENSORS,
     Checkpoint,
-    WithoutRandomFills,
-    build_on_meta,
     check_match,
     expected_shapes,
     open_checkpoint,
     shapes_of,
 )
 from piston.weights.configs import CONFIG, OWN_FORMAT, VERSION
-from piston.weights.tensors import CheckpointError, read_object, read_tensor_file, write_tensor_file
+from piston.weights.tensors import write_tensor_file
 
 logger = logging.getLogger(__name__)
 
-_ADAPTERS, _ADAPTERS_CONFIG = "adapters.safetensors", "adapters.json"
-_ADAPTERS_FORMAT = {"format": "piston-adapters", "version": 1}
+# Returns what takes the place of a module.
+Replace = Callable[[nn.Module], nn.Module]
+
 _MAX_THREADS = 4  # the bandwidth of memory limits reading
 
 
@@ -58,15 +55,19 @@ def load_model(
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     allow_missing: Iterable[str] = (),
+    replace: Replace | None = None,
 ) -> Model:
     """Load the model of a checkpoint in any known format.
 
     `dtype` is what the large matrices are held in; None keeps the stored dtype of each. Tensors
-    that are float32 in every model become float32.
+    that are float32 in every model become float32. `replace` returns what takes the place of a
+    module, which may be itself. It is called as soon as the module's tensors are read, so that the
+    model as it is stored never has to fit in memory.
     """
     checkpoint = open_checkpoint(location, config)
     model = build_on_meta(checkpoint.config)
-    load_into(model, checkpoint, allow_missing, dtype=dtype, device=device)
+    new = _check_tensors(model, checkpoint, allow_missing)
+    _fill_on_meta(model, checkpoint, new, dtype, device, replace)
     return model
 
 
@@ -85,31 +86,74 @@ def load_into(
     changed. A model on the meta device gets memory on `device`, in `dtype`. A model that has memory
     is filled in place in its own dtypes; if a file cannot be read, all of it becomes NaN.
     """
+    new = _check_tensors(model, checkpoint, allow_missing)
     state = model.state_dict()
-    what = f"{checkpoint} does not fit the {model.config.family} model"
-    found = shapes_of(checkpoint.entries)
-    new = check_match(shapes_of(state), found, allow_missing=allow_missing, what=what)
     on_meta = [tensor.is_meta for tensor in state.values()]
     if any(on_meta) and not all(on_meta):
         raise ValueError("Part of the model is on the meta device. Build all of it on one device.")
     if any(on_meta):
-        held = held_dtypes(model, checkpoint, dtype)
-        for name, tensor in state.items():
-            state[name] = torch.empty(tensor.shape, dtype=held[name], device=device)
-        _read_all(checkpoint, state)
-        for name, value in (_initial_values(model.config, new) if new else {}).items():
-            state[name].copy_(value)
-        model.load_state_dict(state, strict=True, assign=True)
-    else:
-        try:
-            _read_all(checkpoint, state)
-        except BaseException:
-            for name in checkpoint.entries:  # a mixture of old and new weights must not be used
-                state[name].fill_(torch.nan)
-            raise
+        _fill_on_meta(model, checkpoint, new, dtype, device)
+        return new
+    try:
+        _read_all(checkpoint, lambda name: checkpoint.entries[name].read_into(state[name]))
+    except BaseException:
+        for name in checkpoint.entries:  # a mixture of old and new weights must not be used
+            state[name].fill_(torch.nan)
+        raise
+    return new
+
+
+def _check_tensors(model: Model, checkpoint: Checkpoint, allow_missing: Iterable[str]) -> list[str]:
+    """Return the names of new tensors; raise MismatchError for any other difference."""
+    what = f"{checkpoint} does not fit the {model.config.family} model"
+    expected, found = shapes_of(model.state_dict()), shapes_of(checkpoint.entries)
+    new = check_match(expected, found, allow_missing=allow_missing, what=what)
     if new:
         logger.info("%d tensors are new, not from %s: %s …", len(new), checkpoint.path, new[0])
     return new
+
+
+def _fill_on_meta(
+    model: Model,
+    checkpoint: Checkpoint,
+    new: Sequence[str],
+    dtype: torch.dtype | None,
+    device: str | torch.device,
+    replace: Replace | None = None,
+) -> None:
+    """Give memory and values to all tensors of a model on the meta device, module by module.
+
+    If a file cannot be read, all of the model is on the meta device again.
+    """
+    held, shapes = held_dtypes(model, checkpoint, dtype), shapes_of(model.state_dict())
+    initial = _initial_values(model.config, new) if new else {}
+    counts = Counter(map(_module, held))
+    filled: dict[str, dict[str, Tensor]] = {path: {} for path in counts}
+    lock = threading.Lock()
+
+    def fill(name: str) -> None:
+        tensor = torch.empty(shapes[name], dtype=held[name], device=device)
+        if name in initial:
+            tensor.copy_(initial[name])
+        else:
+            checkpoint.entries[name].read_into(tensor)
+        path = _module(name)
+        with lock:
+            filled[path][name.rpartition(".")[2]] = tensor
+            is_complete = len(filled[path]) == counts[path]
+        if is_complete:
+            module = model.get_submodule(path)
+            module.load_state_dict(filled.pop(path), strict=False, assign=True)
+            if replace is not None and path:
+                model.set_submodule(path, replace(module))
+
+    try:
+        _read_all(checkpoint, fill)
+        for name in initial:
+            fill(name)
+    except BaseException:
+        model.to("meta")
+        raise
 
 
 def _initial_values(config: ModelConfig, names: Sequence[str]) -> dict[str, Tensor]:
@@ -143,12 +187,25 @@ def held_dtypes(
     return held
 
 
-def _read_all(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> None:
-    # Arrays of the JAX trainer are decoded one after the other, by tensorstore's own threads.
-    threads = 1 if checkpoint.format == "jax" else min(_MAX_THREADS, os.cpu_count() or 1)
+def _read_all(checkpoint: Checkpoint, read: Callable[[str], None]) -> None:
+    """Call `read` with the name of every stored tensor, in several threads."""
+    names = checkpoint.names()
+    if checkpoint.format == "jax":
+        # Arrays are decoded one after the other in their order, by tensorstore's own threads.
+        threads = 1
+    else:
+        threads = min(_MAX_THREADS, os.cpu_count() or 1)
+        sizes: Counter[str] = Counter()
+        for name, entry in checkpoint.entries.items():
+            sizes[_module(name)] += entry.num_bytes
+        # The largest module first: it needs most memory besides what replaces it.
+        names.sort(key=lambda name: (-sizes[_module(name)], _module(name)))
     with ThreadPoolExecutor(threads) as pool:
-        entries = checkpoint.entries.items()
-        list(pool.map(lambda item: item[1].read_into(tensors[item[0]]), entries))
+        list(pool.map(read, names))
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def save_model(
@@ -167,20 +224,15 @@ def save_model(
         raise ValueError(f"{len(empty)} tensors have no values (meta device), such as {empty[0]}.")
     what = "The tensors are not the configuration's"
     check_match(expected_shapes(config), shapes_of(state), what=what)
-    _write_pair(Path(folder), TENSORS, state, CONFIG, describe(config, sections or {}))
-
-
-def _write_pair(
-    folder: Path, tensor_name: str, tensors: Mapping[str, Tensor], json_name: str, described: Any
-) -> None:
-    """Write two files; a new folder appears with both of them."""
-    folder = folder.absolute()
+    described = describe(config, sections or {})
+    folder = Path(folder).absolute()
     exists = folder.is_dir() and any(folder.iterdir())
+    # A new folder appears with both files.
     opened = nullcontext(folder) if exists else atomic_folder(folder)
-    with opened as place, atomic_file(place / tensor_name) as temporary:
-        write_tensor_file(temporary, tensors)
+    with opened as place, atomic_file(place / TENSORS) as temporary:
+        write_tensor_file(temporary, state)
         sync(temporary)  # before the other file is replaced: a full disk is found here
-        write_json(place / json_name, described, indent=2)
+        write_json(place / CONFIG, described, indent=2)
 
 
 def describe(config: ModelConfig, sections: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,45 +241,3 @@ def describe(config: ModelConfig, sections: Mapping[str, Any]) -> dict[str, Any]
     if clash := sorted(own.keys() & sections.keys()):
         raise ValueError(f"Sections of config.json may not be named {', '.join(clash)}.")
     return {**own, **sections}
-
-
-def save_adapters(model: Model, folder: str | Path) -> None:
-    """Write the model's adapters and their configuration; existing files are replaced.
-
-    They are of use only with the base weights that they were trained on.
-    """
-    adapters = adapter_state_dict(model)
-    if not adapters:
-        raise ValueError("The model has no adapters to save: no expert's size has a lora.")
-    described = {**_ADAPTERS_FORMAT, "lora": _lora_of(model)}
-    _write_pair(Path(folder), _ADAPTERS, adapters, _ADAPTERS_CONFIG, described)
-
-
-def load_adapters(model: Model, folder: str | Path) -> None:
-    """Fill all adapters of the model; its other weights stay.
-
-    The model must have the adapters that were saved: experts, kinds of layers, rank and alpha.
-    """
-    folder = Path(folder)
-    for name in (_ADAPTERS_CONFIG, _ADAPTERS):
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder / name} is missing; `save_adapters` writes it.")
-    path = folder / _ADAPTERS_CONFIG
-    data = read_object(path)
-    if {key: data.get(key) for key in _ADAPTERS_FORMAT} != _ADAPTERS_FORMAT:
-        raise CheckpointError(f"{path} was not written by `save_adapters`: {_ADAPTERS_FORMAT}.")
-    if data.get("lora") != _lora_of(model):
-        raise CheckpointError(
-            f"The adapters in {folder} are {data.get('lora')}, the model's are {_lora_of(model)}. "
-            "Build the model with the adapters that were saved."
-        )
-    entries, state = read_tensor_file(folder / _ADAPTERS), adapter_state_dict(model)
-    what = f"The adapters in {folder} do not fit the model"
-    check_match(shapes_of(state), shapes_of(entries), what=what)
-    values = {name: entry.read() for name, entry in entries.items()}
-    model.load_state_dict(values, strict=False)
-
-
-def _lora_of(model: Model) -> dict[str, Any]:
-    sizes = {name: expert.size for name, expert in model.experts.items()}
-    return {n: dataclasses.asdict(size.lora) for n, size in sizes.items() if size.lora is not None}

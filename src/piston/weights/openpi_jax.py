@@ -36,32 +36,39 @@ _ZARR_FILES = {".zarray": "zarr", "zarr.json": "zarr3"}
 _BLOCK = 2**26  # bytes of a large array that are copied at once
 _DTYPES = {str(d)[6:]: d for d in (torch.float16, torch.float32, torch.float64, torch.bfloat16)}
 
-# How one of our tensors is made from its part of an array.
-_LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "same": lambda x: x,
-    "flat": torch.flatten,
-    "single": lambda x: x.view(x.shape[1:]),  # (1, T, D) → (T, D)
-    "transpose": lambda x: x.mT,
-    "conv": lambda x: x.permute(3, 2, 0, 1),  # (P, P, 3, D) → (D, 3, P, P)
-    "heads first": lambda x: x.mT.flatten(0, 1),  # (N, D, H) → (N·H, D)
-    "heads last": lambda x: x.flatten(1).mT,  # (D, N, H) → (N·H, D)
-    "from heads": lambda x: x.flatten(0, 1).mT,  # (N, H, D) → (D, N·H)
-    "one group": lambda x: x.mT[None],  # (in, out) → (1, out, in)
-    "one group from heads": lambda x: x.flatten(0, 1).mT[None],  # (N, H, R) → (1, R, N·H)
+
+def _no_part(x: Tensor, heads: int) -> Tensor:
+    raise NotImplementedError("Adapters are written only merged.")
+
+
+class Layout(NamedTuple):
+    """How one of our tensors is made from its part of an array, and back (with the heads)."""
+
+    convert: Callable[[Tensor], Tensor]
+    to_part: Callable[[Tensor, int], Tensor] = _no_part
+
+
+_LAYOUTS = {
+    "same": Layout(lambda x: x, lambda x, _: x),
+    "flat": Layout(torch.flatten, lambda x, n: x.unflatten(0, (n, -1))),
+    # (1, T, D) → (T, D)
+    "single": Layout(lambda x: x.view(x.shape[1:]), lambda x, _: x[None]),
+    "transpose": Layout(lambda x: x.mT, lambda x, _: x.mT),
+    # (P, P, 3, D) → (D, 3, P, P)
+    "conv": Layout(lambda x: x.permute(3, 2, 0, 1), lambda x, _: x.permute(2, 3, 1, 0)),
+    # (N, D, H) → (N·H, D)
+    "heads first": Layout(lambda x: x.mT.flatten(0, 1), lambda x, n: x.unflatten(0, (n, -1)).mT),
+    # (D, N, H) → (N·H, D)
+    "heads last": Layout(lambda x: x.flatten(1).mT, lambda x, n: x.mT.unflatten(1, (n, -1))),
+    # (N, H, D) → (D, N·H)
+    "from heads": Layout(lambda x: x.flatten(0, 1).mT, lambda x, n: x.mT.unflatten(0, (n, -1))),
+    "one group": Layout(lambda x: x.mT[None]),  # (in, out) → (1, out, in)
+    # (N, H, R) → (1, R, N·H)
+    "one group from heads": Layout(lambda x: x.flatten(0, 1).mT[None]),
     # (N, R, D) → (1, D, R): every head adds to every output.
-    "sum of heads": lambda x: x.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).mT[None],
-}
-# The shape of the part of an array, from that of our tensor and the number of heads. Adapters are
-# not written.
-_PARTS: dict[str, Callable[[Shape, int], Shape]] = {
-    "same": lambda s, _: s,
-    "flat": lambda s, n: (n, s[0] // n),
-    "single": lambda s, _: (1, *s),
-    "transpose": lambda s, _: (s[1], s[0]),
-    "conv": lambda s, _: (s[2], s[3], s[1], s[0]),
-    "heads first": lambda s, n: (n, s[1], s[0] // n),
-    "heads last": lambda s, n: (s[1], n, s[0] // n),
-    "from heads": lambda s, n: (n, s[1] // n, s[0]),
+    "sum of heads": Layout(
+        lambda x: x.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).mT[None]
+    ),
 }
 # The arrays of each kind of module: the ending of their names, and the layout.
 _KINDS: dict[str, dict[str, str]] = {
@@ -122,22 +129,18 @@ for _mark, _expert in {"": "vlm.", "_1": "action_expert."}.items():
 class Row(NamedTuple):
     """The tensors in one array: one, or one for each index of the axis after the layers."""
 
-    layout: str
+    layout: Layout
     names: tuple[str, ...]
-
-    @property
-    def convert(self) -> Callable[[Tensor], Tensor]:
-        return _LAYOUTS[self.layout]
 
 
 TABLE = {
-    f"{_IMG}pos_embedding": Row("single", ("vision.position_embedding",)),
-    f"{_LLM}embedder/input_embedding": Row("same", ("vlm.embedding.weight",)),
+    f"{_IMG}pos_embedding": Row(_LAYOUTS["single"], ("vision.position_embedding",)),
+    f"{_LLM}embedder/input_embedding": Row(_LAYOUTS["same"], ("vlm.embedding.weight",)),
 }
 for _theirs, (_kind, *_ours) in _MODULES.items():
     for _ending, _layout in _KINDS[_kind].items():
         _leaf = _ENDINGS.get(_kind + _ending) or _ENDINGS[_ending]
-        TABLE[_theirs + _ending] = Row(_layout, tuple(name + _leaf for name in _ours))
+        TABLE[_theirs + _ending] = Row(_LAYOUTS[_layout], tuple(name + _leaf for name in _ours))
 
 
 def plain_path(path: str) -> str:
@@ -147,8 +150,9 @@ def plain_path(path: str) -> str:
 
 def slices(path: str, shape: Shape) -> dict[str, tuple[tuple[int, ...], Shape]]:
     """Return where our tensors are in an array of the table, and the shapes that they have."""
-    convert, names = TABLE[path].convert, TABLE[path].names
-    array, found = torch.empty(shape, device="meta"), {}
+    layout, names = TABLE[path]
+    array = torch.empty(shape, device="meta")
+    found = {}
     try:
         for layer in range(array.shape[0]) if "*" in names[0] else [None]:
             indices: list[tuple[int, ...]] = [() if layer is None else (layer,)]
@@ -156,7 +160,7 @@ def slices(path: str, shape: Shape) -> dict[str, tuple[tuple[int, ...], Shape]]:
                 indices = [(*indices[0], part) for part in range(array[indices[0]].shape[0])]
             for name, index in zip(names, indices, strict=True):
                 ours = name.replace("*", str(layer))
-                found[ours] = index, tuple(convert(array[index]).shape)
+                found[ours] = index, tuple(layout.convert(array[index]).shape)
     except (IndexError, RuntimeError, ValueError) as error:
         raise CheckpointError(
             f"{path} has shape {shape}, which is not how the JAX models store "
@@ -210,11 +214,11 @@ class _ArrayEntry(Entry):
     index: tuple[int, ...]
 
     def read_into(self, destination: Tensor) -> None:
-        convert, size = TABLE[self.path].convert, math.prod(self.shape) * self.dtype.itemsize
-        if self.index or size <= _BLOCK or convert is not _LAYOUTS["same"]:
-            destination.copy_(convert(self.store.read(self.path, self.index)))
+        layout = TABLE[self.path].layout
+        if self.index or self.num_bytes <= _BLOCK or layout is not _LAYOUTS["same"]:
+            destination.copy_(layout.convert(self.store.read(self.path, self.index)))
             return
-        rows = max(1, _BLOCK * self.shape[0] // size)
+        rows = max(1, _BLOCK * self.shape[0] // self.num_bytes)
         for start in range(0, self.shape[0], rows):
             block = slice(start, min(start + rows, self.shape[0]))
             destination[block].copy_(self.store.read(self.path, (block,)))
@@ -300,9 +304,9 @@ class _ArrayStore:
         return torch.from_numpy(values)
 
 
-def array_shapes(config: ModelConfig, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Return the arrays in which openpi's JAX models store tensors of these shapes."""
-    found: dict[str, Shape] = {}
+def arrays_of(config: ModelConfig, shapes: Mapping[str, Shape]) -> dict[str, tuple[Shape, int]]:
+    """Return shapes and heads of the arrays in which JAX models store tensors of these shapes."""
+    found = {}
     for path, (layout, names) in TABLE.items():
         first = names[0].replace("*", "0")
         if first not in shapes:
@@ -315,7 +319,8 @@ def array_shapes(config: ModelConfig, shapes: Mapping[str, Shape]) -> dict[str, 
                 continue
             heads = size.num_kv_heads if "/kv_" in path else size.num_heads
         stacked = ((depth,) if "*" in names[0] else ()) + ((len(names),) if len(names) > 1 else ())
-        found[path] = (*stacked, *_PARTS[layout](shapes[first], heads))
+        part = layout.to_part(torch.empty(shapes[first], device="meta"), heads).shape
+        found[path] = (*stacked, *part), heads
     return found
 
 
@@ -334,8 +339,8 @@ def write_arrays(
     folder.mkdir(parents=True)
     base = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder.resolve()}/"}}
     total, done = sum(tensor.nbytes for tensor in tensors.values()), 0
-    shapes = array_shapes(config, {name: tuple(t.shape) for name, t in tensors.items()})
-    for path, shape in shapes.items():
+    arrays = arrays_of(config, {name: tuple(t.shape) for name, t in tensors.items()})
+    for path, (shape, heads) in arrays.items():
         found = slices(path, shape)
         dtypes = [tensors[name].dtype for name in found]
         dtype = functools.reduce(torch.promote_types, dtypes)
@@ -345,15 +350,16 @@ def write_arrays(
         array = _create(store, {**base, "path": f"{key}/"}, shape, dtype, stacked)
         buffer = torch.empty(shape if is_small else shape[stacked:], dtype=dtype)
         for name, (index, _) in found.items():
-            part = buffer[index] if is_small else buffer
-            _fill(part, TABLE[path].convert, read(name))
+            buffer[index if is_small else ...].copy_(TABLE[path].layout.to_part(read(name), heads))
             done += tensors[name].nbytes
             if not is_small:
                 array[index].write(_to_numpy(buffer, store)).result()
             progress(done, total, name)
         if is_small:
             array.write(_to_numpy(buffer, store)).result()
-    write_json(folder / _METADATA, _describe_tree(shapes))
+    write_json(
+        folder / _METADATA, _describe_tree({path: shape for path, (shape, _) in arrays.items()})
+    )
 
 
 def _create(store: Any, place: dict[str, Any], shape: Shape, dtype: torch.dtype, ones: int) -> Any:
@@ -366,16 +372,6 @@ def _create(store: Any, place: dict[str, Any], shape: Shape, dtype: torch.dtype,
         "metadata": {"chunks": chunks, "compressor": {"id": "zstd", "level": 1}},
     }
     return store.open(spec, create=True, shape=shape, dtype=str(dtype)[6:]).result()
-
-
-def _fill(part: Tensor, convert: Callable[[Tensor], Tensor], tensor: Tensor) -> None:
-    """Give a part of an array the values from which `convert` makes the tensor."""
-    converted = convert(part)
-    if converted.data_ptr() == part.data_ptr():  # the same memory, with other axes
-        converted.copy_(tensor)
-        return
-    places = convert(torch.arange(part.numel()).view(part.shape))
-    part.view(-1)[places.flatten()] = tensor.flatten().to(part.dtype)
 
 
 def _to_numpy(tensor: Tensor, store: Any) -> Any:

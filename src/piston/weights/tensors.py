@@ -64,6 +64,10 @@ class Entry(abc.ABC):
     shape: Shape
     dtype: torch.dtype
 
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
     @abc.abstractmethod
     def read_into(self, destination: Tensor) -> None:
         """Fill a tensor of this shape, on any device and of any dtype."""
