@@ -13,7 +13,17 @@ CLIENT = Path(piston_client.__file__).parent
 
 # A file may use what stands in an earlier row, or in its own package; never what comes later.
 ROWS = (
-    ("moved", "logs", "progress", "files", "suggestions", "signals", "extras", "llvm"),
+    (
+        "moved",
+        "older_configs",
+        "logs",
+        "progress",
+        "files",
+        "suggestions",
+        "signals",
+        "extras",
+        "llvm",
+    ),
     ("observation", "assets", "serialization"),
     ("tokenizers",),
     ("transforms", "models"),
