@@ -8,12 +8,18 @@ Importing this package loads nothing heavy. A robot needs only the distribution 
 
 from __future__ import annotations
 
+import sys
+
+from piston.moved import OldNames
+
 TYPE_CHECKING = False  # as in typing, whose import would take longer than everything else here
 if TYPE_CHECKING:
     from piston.inference import load_policy
 
 __version__ = "0.2.0.dev0"
 __all__ = ["__version__", "load_policy"]
+
+sys.meta_path.insert(0, OldNames())
 
 
 def __getattr__(name: str) -> object:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import tyro
 
+from piston import older_configs
 from piston.suggestions import did_you_mean
 
 _TYPE = "type"
@@ -27,34 +28,6 @@ _MISFIT = object()
 _classes: dict[str, Any] = {}
 _names: dict[type, str] = {}
 _imported: list[Path] = []
-
-# What version 0.1.0 wrote instead of the registered names: module and class.
-_NAMES_OF_0_1_0 = {
-    "piston.config:AssetsConfig": "assets",
-    "piston.config:TrainConfig": "train",
-    "piston.models.configs:Pi0Config": "pi0",
-    "piston.models.configs:Pi0FASTConfig": "pi0_fast",
-    "piston.models.variants:GemmaSize": "gemma_size",
-    "piston.models.variants:LoRA": "lora",
-    "piston.models.variants:VisionSize": "vision_size",
-    "piston.optimization:AdamW": "adamw",
-    "piston.optimization:CosineDecaySchedule": "cosine_decay",
-    "piston.optimization:RsqrtDecaySchedule": "rsqrt_decay",
-    "piston.robots.aloha:LeRobotAlohaDataConfig": "aloha",
-    "piston.robots.droid:DroidDataConfig": "droid",
-    "piston.robots.droid:LeRobotDROIDDataConfig": "lerobot_droid",
-    "piston.robots.droid:RLDSDataset": "rlds_dataset",
-    "piston.robots.droid:RLDSDroidDataConfig": "rlds_droid",
-    "piston.robots.fake:FakeDataConfig": "fake",
-    "piston.robots.libero:LeRobotLiberoDataConfig": "libero",
-    "piston.robots.metaworld:LeRobotMetaworldDataConfig": "metaworld",
-    "piston.robots.ur5:LeRobotUR5DataConfig": "ur5",
-    "piston.transforms.base:Group": "group",
-    "piston.transforms.keys:RepackTransform": "repack",
-}
-
-# Fields that 0.1.0 knew by another name.
-RENAMED_FIELDS = {"may_be_new": "allow_missing", "more_sets": "extra_datasets"}
 
 Class = TypeVar("Class", bound=type)
 
@@ -166,16 +139,14 @@ def _read(data: Any, hint: Any, where: str) -> Any:
 
 
 def _read_dataclass(data: dict[str, Any], where: str) -> Any:
-    name = _NAMES_OF_0_1_0.get(str(data[_TYPE]), str(data[_TYPE]))
+    name = older_configs.TYPES.get(str(data[_TYPE]), str(data[_TYPE]))
     # A robot that a user defined is found by the name of 0.1.0 too, once it is registered.
     cls = _classes.get(name) or {_qualified_name(one): one for one in _names}.get(name)
     if cls is None:
         raise ValueError(f"{where} {_unknown_type(name, data.get(_MODULE))}")
     hints = typing.get_type_hints(cls)
     names = {field.name for field in dataclasses.fields(cls) if field.init}
-    for old, new in RENAMED_FIELDS.items():
-        if old in data.keys() - names and new in names - data.keys():
-            data = {new if key == old else key: value for key, value in data.items()}
+    data = older_configs.translated(data, name, names, where)
     if unknown := sorted(data.keys() - names - {_TYPE, _MODULE}):
         raise ValueError(
             f"{where} has fields that {cls.__name__} does not know: {', '.join(unknown)}. "

@@ -43,10 +43,10 @@ from piston.config import (
     TrainConfig,
 )
 from piston.models.configs import Pi0Config
+from piston.older_configs import FIELDS, Renamed
 from piston.progress import ProgressBar
 from piston.robots import RobotInputs
 from piston.robots.description import read_robot, with_robot
-from piston.serialization import RENAMED_FIELDS
 from piston.transforms.normalize import constant_dimensions, write_norm_stats
 
 if TYPE_CHECKING:
@@ -117,8 +117,10 @@ def _parse(
     prog: str, description: str, args: Sequence[str], make: Callable[[TrainConfig], Any]
 ) -> Any:
     """Parse the name of a preset and overrides of the fields of `make(preset)`."""
-    for old, new in RENAMED_FIELDS.items():
-        flag, now = old.replace("_", "-"), new.replace("_", "-")
+    for old, change in FIELDS.items():
+        if not isinstance(change, Renamed):
+            continue
+        flag, now = old.replace("_", "-"), change.new.replace("_", "-")
         if any(re.fullmatch(rf"--(data\.)?{flag}(=.*)?", word.replace("_", "-")) for word in args):
             raise UsageError(f"The option {flag} of version 0.1.0 is named {now} now.")
     first, *others = args or ["--help"]

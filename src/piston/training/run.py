@@ -139,6 +139,9 @@ def _find_step(config: TrainConfig, folder: Path) -> int | None:
             )
         if step is None:
             logger.info("Nothing to resume in %s: starting a new run.", folder)
+        elif saved := _read_config(folder / CONFIG):
+            # Refuses options that had an effect on the run and are gone.
+            presets.train_config_from_json(saved, str(folder / CONFIG))
         return step
     if folder.exists() and any(folder.iterdir()) and not config.overwrite:
         raise FileExistsError(
