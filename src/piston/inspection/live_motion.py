@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from piston.inspection.live_numbers import Numbers
-from piston.inspection.live_pictures import Sample
+from piston.inspection.live_pictures import SampledImages
 
 # Two moments of an episode show motion if a dimension differs by so many standard deviations.
 _MOVED = 0.5
@@ -32,7 +32,7 @@ _MAX_LAG, _LAG_STEP = 0.5, 0.01
 
 
 def still_share(
-    slot: str, training: tuple[Numbers, Sample], live: tuple[Numbers, Sample]
+    slot: str, training: tuple[Numbers, SampledImages], live: tuple[Numbers, SampledImages]
 ) -> float | None:
     """Return in which share of the moments with motion the camera stands still.
 
@@ -49,7 +49,7 @@ def still_share(
 
 
 def _changes(
-    slot: str, numbers: Numbers, sample: Sample, spread: Float[np.ndarray, " d"]
+    slot: str, numbers: Numbers, sample: SampledImages, spread: Float[np.ndarray, " d"]
 ) -> Float[np.ndarray, " m"]:
     """Return how much the picture changes between successive moments with motion."""
     grey = sample.small(slot).mean(-1)
@@ -61,10 +61,10 @@ def _changes(
     return differences.mean((2, 4)).max((1, 2))[moved & same]
 
 
-class StateFromPictures:
+class StateFromImages:
     """Estimates the state from the pictures of a camera, as training shows it."""
 
-    def __init__(self, slot: str, numbers: Numbers, sample: Sample) -> None:
+    def __init__(self, slot: str, numbers: Numbers, sample: SampledImages) -> None:
         self._slot, self._spread = slot, numbers.scale
         pictures, states = _flat(sample, slot), numbers.states[sample.rows] / self._spread
         every = np.ones(len(pictures), bool)
@@ -80,7 +80,7 @@ class StateFromPictures:
         self.seen: Bool[np.ndarray, " d"] = left < (1 - _EXPLAINED) * np.maximum(total, 1e-9)
         self._own = self._errors(guessed, numbers, sample)
 
-    def delay(self, numbers: Numbers, sample: Sample) -> tuple[float, float] | None:
+    def delay(self, numbers: Numbers, sample: SampledImages) -> tuple[float, float] | None:
         """Return by how many seconds the camera is late, and the share of the error that remains.
 
         None if the pictures do not show the state, or if there are too few, or too rarely.
@@ -96,7 +96,7 @@ class StateFromPictures:
         return float(_LAGS[usual] - _LAGS[found]), float(theirs[found] / theirs[usual])
 
     def _errors(
-        self, guessed: Float[np.ndarray, "n d"], numbers: Numbers, sample: Sample
+        self, guessed: Float[np.ndarray, "n d"], numbers: Numbers, sample: SampledImages
     ) -> Float[np.ndarray, " l"] | None:
         """Return the mean square error of the state at each lag from the moment of the picture."""
         errors = []
@@ -137,6 +137,6 @@ class _Fit:
         return (pictures - self._mean) @ self._pictures.T @ self._weights + self._centre
 
 
-def _flat(sample: Sample, slot: str) -> Float[np.ndarray, "n p"]:
+def _flat(sample: SampledImages, slot: str) -> Float[np.ndarray, "n p"]:
     small = sample.small(slot).astype(np.float64) / 255
     return small.reshape(len(small), -1)

@@ -17,7 +17,7 @@ from piston.inspection.frames import Frames
 from piston.inspection.influence import Influence
 from piston.inspection.occlusion import overlay
 from piston.inspection.overview import Moment, Overview, Plan, compute
-from piston.inspection.questions import ALL, Question
+from piston.inspection.questions import ALL, InputChange
 from piston.inspection.results import Verdict
 from piston.report.dataset import data_may_be_missing
 from piston.report.document import page_text
@@ -206,7 +206,7 @@ def _rows(found: Influence, input: str) -> dict[int, str]:
     }
 
 
-def _described(found: Influence, question: Question) -> str:
+def _described(found: Influence, question: InputChange) -> str:
     input, subject, change = question
     if input == "sentence":
         return _SENTENCES.get(change, change)
