@@ -75,9 +75,12 @@ def influence(
     made: list[dict[InputChange, Intervention]] = []
     reasons: dict[InputChange, str] = {}
     for number in range(len(shown)):
-        changes = dict(input_changes(probe, frames, shown, number))
-        made.append({key: one for key, one in changes.items() if isinstance(one, Intervention)})
-        reasons |= {key: one for key, one in changes.items() if isinstance(one, str)}
+        made.append({})
+        for key, change_or_reason in input_changes(probe, frames, shown, number):
+            if isinstance(change_or_reason, str):
+                reasons[key] = change_or_reason
+            else:
+                made[-1][key] = change_or_reason
     versions = [
         (frame, intervention)
         for frame, changes in zip(shown, made, strict=True)

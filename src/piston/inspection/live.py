@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from piston.inference.policy import Policy
 from piston.inspection.frames import Frames, camera_names
-from piston.inspection.live_motion import StateFromImages, still_share
+from piston.inspection.live_motion import camera_delay, still_share
 from piston.inspection.live_numbers import Dimension, Numbers, Timing, compare_states
 from piston.inspection.live_pictures import Camera, SampledImages, compare_camera
 from piston.progress import Progress, no_progress
@@ -92,7 +92,7 @@ def _compare_camera(slot: str, training: ComparedSet, live: ComparedSet) -> Came
     if camera.live_picture is None:
         return camera
     ours, theirs = (training.numbers, training.images), (live.numbers, live.images)
-    delay, error = StateFromImages(slot, *ours).delay(*theirs) or (None, None)
+    delay, error = camera_delay(slot, ours, theirs) or (None, None)
     still = still_share(slot, ours, theirs)
     return dataclasses.replace(camera, still=still, delay=delay, delay_error=error)
 

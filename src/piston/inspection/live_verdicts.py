@@ -10,6 +10,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable
+from typing import Any
 
 from piston.inspection.live import Comparison
 from piston.inspection.live_numbers import (
@@ -26,7 +27,7 @@ from piston.inspection.live_numbers import (
 )
 from piston.inspection.live_pictures import ASPECT, BRIGHTNESS, Camera
 from piston.inspection.results import Verdict, judge
-from piston.rules import Rule
+from piston.rules import Rule, Severity
 
 # More of the frames than this beyond the (widened) training range; one episode of 20 may be odd.
 OUTSIDE = 0.05
@@ -62,110 +63,113 @@ def _explained(kind: str) -> Callable[[Camera], float | None]:
     return number
 
 
+def _camera(
+    kind: str,
+    severity: Severity,
+    limit: float | Callable[[Camera], float],
+    message: str,
+    number: Callable[[Camera], float | None],
+    meaning: str,
+    compare: Callable[[float, float], Any] = operator.gt,
+) -> Rule[Camera]:
+    message = f"camera {{of.name}} {message}"
+    return Rule(kind, severity, limit, message, number, "{of.name}", meaning, compare)
+
+
 _EXPLAINED_MEANING = (
     f"distance of images to training if this is undone, as a share of what it is, below "
     f"{EXPLAINED:g}; and it is less than {NEAR:g} times that between episodes of training"
 )
 _CAUSES = ("cameras-swapped", "camera-turned", "camera-zoomed", "red-blue-swapped")
-CAMERA_RULES: tuple[Rule[Camera], ...] = (
-    Rule(
+CAMERA_RULES = (
+    _camera(
         "camera-missing",
         "problem",
         1.0,
-        "camera {of.name} is not in the live set; training has it.",
+        "is not in the live set; training has it.",
         lambda camera: 0.0 if camera.live_size is None else None,
-        "{of.name}",
         "the live set does not have it",
         operator.lt,
     ),
-    Rule(
+    _camera(
         "camera-aspect",
         "problem",
         1 + ASPECT,
-        "camera {of.name} sends {of.sizes}: the "
-        "aspect differs, so that the model sees other borders or another part.",
+        "sends {of.sizes}: the aspect differs, so that the model sees other borders or another "
+        "part.",
         lambda camera: camera.aspect_factor,
-        "{of.name}",
         f"factor between width over height live and in training, up or down, above {1 + ASPECT:g}",
     ),
     *(
-        Rule(
+        _camera(
             kind,
             "problem",
             EXPLAINED,
-            "camera {of.name} {of.cause.text}: undoing this makes the distance of its images to "
-            "those of training {number:.2f} of what it is.",
+            "{of.cause.text}: undoing this makes the distance of its images to those of training "
+            "{number:.2f} of what it is.",
             _explained(kind),
-            "{of.name}",
             _EXPLAINED_MEANING,
             operator.lt,
         )
         for kind in _CAUSES
     ),
-    Rule(
+    _camera(
         "red-blue-swapped",
         "problem",
         COLOUR,
-        "camera {of.name} has red and blue swapped: with both exchanged, the distance of its "
-        "colours to those of training is {number:.2f} of what it is.",
+        "has red and blue swapped: with both exchanged, the distance of its colours to those of "
+        "training is {number:.2f} of what it is.",
         lambda camera: camera.left_of_colours,
-        "{of.name}",
         "distance of the distribution of colours to that of training with red and blue exchanged, "
         f"as a share of what it is, below {COLOUR:g}",
         operator.lt,
     ),
-    Rule(
+    _camera(
         "camera-brightness",
         "problem",
         lambda camera: camera.brightness_limit,
-        "camera {of.name} has {of.brightness:.2f} times the brightness and {of.contrast:.2f} times "
+        "has {of.brightness:.2f} times the brightness and {of.contrast:.2f} times "
         "the contrast of training.",
         lambda camera: camera.light,
-        "{of.name}",
         f"factor of brightness or contrast, up or down, above {BRIGHTNESS:g} (more if episodes of "
         "training differ much)",
     ),
-    Rule(
+    _camera(
         "camera-strange",
         "remark",
         STRANGE,
-        "camera {of.name} shows something else than in training: its images are {number:.1f} times "
+        "shows something else than in training: its images are {number:.1f} times "
         "as far from those of training as these are from one another.",
         lambda camera: camera.strangeness,
-        "{of.name}",
         f"distance of images to training, divided by that between episodes of training, above "
         f"{STRANGE:g}",
     ),
-    Rule(
+    _camera(
         "camera-frozen",
         "problem",
         STILL,
-        "camera {of.name} shows the same image in {number:.0%} of the moments between which the "
-        "robot moved.",
+        "shows the same image in {number:.0%} of the moments between which the robot moved.",
         lambda camera: camera.still,
-        "{of.name}",
         f"share of the moments with motion in which the image stands still, above {STILL:g}",
     ),
-    Rule(
+    _camera(
         "camera-late",
         "problem",
         LATE_CAMERA,
-        "camera {of.name} is {number:.2f} s late: its images fit the state of that time before, "
+        "is {number:.2f} s late: its images fit the state of that time before, "
         "with {of.delay_error:.2f} of the error that they have now.",
         lambda camera: camera.delay if (camera.delay_error or 1) < LATE_ERROR else None,
-        "{of.name}",
         f"seconds that it is late, at least {LATE_CAMERA:g}; and the share of the error that is "
         f"left if this is undone, below {LATE_ERROR:g}",
         operator.ge,
     ),
 )
-SIZE_RULE: Rule[Camera] = Rule(
+SIZE_RULE = _camera(
     "camera-size",
     "remark",
     1.0,
-    "camera {of.name} sends {of.sizes}.",
+    "sends {of.sizes}.",
     lambda camera: camera.size_factor,
-    "{of.name}",
     "other number of pixels",
     operator.ne,
 )
