@@ -22,6 +22,7 @@ ROWS = (
         "suggestions",
         "signals",
         "extras",
+        "rules",
         "llvm",
     ),
     ("observation", "assets", "serialization"),

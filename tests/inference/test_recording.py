@@ -78,7 +78,11 @@ def test_single_numbers_are_recorded_and_options_of_the_request_are_not(tmp_path
     sent = {**DROID.example(), "prompt": "pick", "seed": 3}
     sent["observation/gripper_position"] = np.float32(0.25)
     recording.infer_batch([sent])
+    # What a broker sends is recorded; what cannot be a number of steps is not.
+    for executed in (0, 8, 10**6, "all"):
+        recording.infer_batch([{**sent, "executed_steps": executed}])
     recording.close()
     dataset = open_dataset(tmp_path / "set", cameras=())
+    assert dataset.column("executed_steps").ravel().tolist() == [-1, 0, 8, -1, -1]
     assert dataset[0]["observation.gripper_position"] == 0.25
-    assert not any("seed" in key for key in dataset.keys)
+    assert not any("seed" in key or "observation.executed" in key for key in dataset.keys)

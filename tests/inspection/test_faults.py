@@ -14,7 +14,8 @@ from piston.inference.loading import load_policy
 from piston.inference.policy import Policy
 from piston.inference.recording import RecordingPolicy
 from piston.inspection import Frames, Probe, influence, influence_verdicts
-from piston.inspection.live import compare, verdicts
+from piston.inspection.live import compare
+from piston.inspection.live_verdicts import live_verdicts
 from piston.serving import running_server
 from piston.transforms import Data
 from piston_client import Client
@@ -91,7 +92,7 @@ def drive(infer: Callable[[Data], Data], see: Callable[[Data], Data]) -> None:
 
 def live_problems(policy: Policy, training: Frames, recording: Path) -> set[tuple[str, str]]:
     live = Frames.open(policy, recording, needs_cameras=False)
-    found = verdicts(compare(policy, training, live))
+    found = live_verdicts(compare(policy, training, live))
     return {(one.kind, one.subject) for one in found if one.severity == "problem"}
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from piston.inference.policy import Policy
 from piston.inspection import Frames, Intervention, Probe, as_json, influence, influence_verdicts
-from piston.inspection.questions import ALL, Question, opposite
+from piston.inspection.questions import ALL, InputChange, opposite
 from piston.inspection.verdicts import CARRIED, IGNORED_IN_DEVIATIONS, IGNORED_IN_SPREADS
 
 from . import untrained
@@ -52,13 +52,13 @@ def test_every_input_is_asked_about(pi0):
         ("state", "elbow"): ["moved"],
     }
     assert [tuple(one) for one in pi0.skipped] == [
-        (("state", "gripper", "moved"), "it never moves in the data set")
+        (("state", "gripper", "moved"), "it never moves in the dataset")
     ]
 
 
 def test_numbers_are_those_of_the_probe(measured):
     probe, frames, found = measured
-    question = Question("camera", WRIST_SLOT, "black")
+    question = InputChange("camera", WRIST_SLOT, "black")
     place = found.questions.index(question)
     versions = [Intervention(), Intervention(black=(WRIST_SLOT,))]
     pairs = [probe.chunks(frames[one], versions) for one in PLACES]
@@ -137,7 +137,7 @@ def test_one_sentence_and_one_frame_are_enough(tmp_path):
     frames = Frames.open(policy, untrained.record(tmp_path / "set", ("wait wait",)))
     found = influence(Probe(policy, range(2)), frames, [(0, 2)])
     reasons = {one.question: one.reason for one in found.skipped}
-    assert reasons["sentence", ALL, "other"] == "the data set has one sentence only"
+    assert reasons["sentence", ALL, "other"] == "the dataset has one sentence only"
     assert "has an opposite" in reasons["sentence", ALL, "opposite"]
     asked = [tuple(one) for one in found.questions]
     assert ("word", "wait (2)", "left out") in asked

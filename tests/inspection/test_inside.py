@@ -8,8 +8,7 @@ import torch
 
 from piston.inspection.frames import Frames
 from piston.inspection.inside import END, START, inside, record_attention, words_of
-from piston.inspection.probe import Intervention, Probe
-from piston.observation import Observation, stack_samples
+from piston.inspection.probe import Intervention, Probe, observed
 from piston.robots.description import DescribedRobotDataConfig
 from piston.tokenizers.fast import FASTTokenizer
 from piston.tokenizers.text import BytesTokenizer
@@ -29,11 +28,6 @@ def folder(tmp_path_factory):
 def flow(request, folder):
     policy = untrained.policy(request.param)
     return policy, Frames.open(policy, folder)
-
-
-def observed(*seen):
-    without_noise = [{key: value for key, value in one.items() if key != "noise"} for one in seen]
-    return Observation.from_dict(stack_samples(without_noise))
 
 
 @pytest.fixture
@@ -60,7 +54,8 @@ def test_the_weights_times_the_values_are_what_each_layer_attends_to(flow, hooke
     # One sample has a camera less and another prompt, so that masks matter.
     probe, frame = Probe(policy, [0]), frames[0, 3]
     shorter = Intervention(prompt="o", off=(BASE_SLOT,))
-    observation = observed(*(probe.prepare(frame, one) for one in (Intervention(), shorter)))
+    versions = [probe.prepare(frame, one) for one in (Intervention(), shorter)]
+    observation = observed(policy, versions)
     noise = torch.randn(2, HORIZON, DIM + 1, generator=torch.Generator().manual_seed(0))
     with record_attention(layers, lambda layer, found: weights.append((layer, found))):
         recorded = policy.model.act(observation, noise, num_steps=2)
@@ -143,7 +138,7 @@ def test_the_written_tokens_have_the_probabilities_they_were_chosen_by(fast, fol
     found = inside(probe, frame)
     assert found.path is None
     assert found.attention is None
-    observation = observed(probe.prepare(frame, Intervention()))
+    observation = observed(fast, [probe.prepare(frame, Intervention())])
     tokens = policy.model.act(observation)[0].tolist()
     prompt = policy.data.model_transforms.outputs[0].prompt
     assert [one.text for one in found.written] == [prompt.describe(token) for token in tokens]

@@ -1,61 +1,41 @@
-"""The documented limits of all conclusions are those of the code, and no kind is left out."""
+"""The table of conclusions in the documentation is that of the rules."""
 
-import importlib
 import re
 from pathlib import Path
 
 import pytest
 
-from piston.inspection import live, live_numbers, live_pictures, verdicts
+from piston.inspection.live_verdicts import LIVE_RULES
+from piston.inspection.verdicts import INFLUENCE_RULES, OPEN_LOOP_RULES
+from piston.rules import Rule, markdown_table
 
-open_loop = importlib.import_module("piston.inspection.open_loop")  # a function has its name
-ROOT = Path(__file__).parents[2]
-IGNORED = (verdicts.IGNORED_IN_SPREADS, verdicts.IGNORED_IN_DEVIATIONS)
-LIMITS = {
-    "camera-ignored": IGNORED,
-    "state-ignored": IGNORED,
-    "state-error-carried": (verdicts.CARRIED,),
-    "undecided": (verdicts.UNDECIDED,),
-    "open-loop-error": (open_loop.NOTABLE_ERROR, open_loop.LARGE_ERROR),
-    "no-better-than-standing": (open_loop.SHARE_OF_STANDING,),
-    "error-grows": (open_loop.GROWTH,),
-    "seam-jump": (open_loop.LARGE_JUMP,),
-    "cameras-swapped": (live.EXPLAINED, live.NEAR),
-    "red-blue-swapped": (live.COLOUR,),
-    "camera-brightness": (live_pictures._BRIGHTNESS,),
-    "camera-strange": (live.STRANGE,),
-    "camera-frozen": (live.STILL,),
-    "camera-late": (live.LATE_CAMERA, live.LATE_ERROR),
-    "camera-aspect": (live.ASPECT,),
-    "camera-size": (),
-    "state-offset": (live_numbers._OFFSET_SPREADS, live_numbers._OFFSET_EPISODES),
-    "state-not-following": (live_numbers._ASTRAY, live_numbers._ASTRAY_TIMES),
-    "state-outside-range": (live.OUTSIDE,),
-    "gripper-range": (live.UNREACHED,),
-    "state-shifted": (live_numbers._SHIFT_SPREADS, live_numbers._SHIFT_EPISODES),
-    "rate": (live_numbers.Timing.rate_limit, live_numbers._RATE),
-    "late-requests": (live.LATE,),
-}
+DOCS = Path(__file__).parents[2] / "docs"
+RULES = (*INFLUENCE_RULES, *OPEN_LOOP_RULES, *LIVE_RULES)
 
 
-def documented() -> list[tuple[list[str], tuple[float, ...]]]:
-    """The kinds and limits of each row of the table."""
-    text = (ROOT / "docs/inspect.md").read_text()
-    table = text.split("| kind | severity |")[1].split("\n\n")[0]
-    rows = [line.strip("| ").split("|") for line in table.splitlines()[2:]]
-    return [
-        (re.findall("`(.+?)`", row[0]), tuple(map(float, re.findall(r"[\d.]+", "".join(row[3:])))))
-        for row in rows
-    ]
+def test_the_table_in_the_documentation_is_that_of_the_rules():
+    text = (DOCS / "inspect.md").read_text()
+    assert markdown_table(RULES) in text, f"Replace the table by:\n\n{markdown_table(RULES)}"
 
 
-def test_limits_are_documented_as_they_are():
-    assert {kinds[0]: limits for kinds, limits in documented()} == {
-        kind: pytest.approx(limits) for kind, limits in LIMITS.items()
-    }
+def test_every_kind_in_the_guide_is_one_of_a_rule():
+    named = re.findall("`([a-z]+(?:-[a-z]+)+)`", (DOCS / "why-it-fails.md").read_text())
+    assert len(named) > 20
+    assert set(named) <= {rule.kind for rule in RULES}
 
 
-def test_every_kind_is_documented():
-    sources = [Path(module.__file__).read_text() for module in (verdicts, open_loop, live)]
-    kinds = {kind for text in sources for kind in re.findall(r'"([a-z]+(?:-[a-z]+)+)"', text)}
-    assert kinds | {"rate", "undecided"} == {kind for row, _ in documented() for kind in row}
+@pytest.mark.parametrize(("number", "is_found"), [(0.6, True), (0.5, False), (None, False)])
+def test_a_new_verdict_is_a_row_and_a_function(number, is_found):
+    rule = Rule(
+        kind="too-fast",
+        severity="remark",
+        limit=0.5,
+        message="{of[name]} moves at {number:.1f} m/s, more than {limit:g}.",
+        number=lambda measured: measured["speed"],
+        subject="{of[name]}",
+    )
+    measured = {"name": "waist", "speed": number}
+    found = rule.exceeded_by(measured)
+    assert (found is not None) == is_found
+    if found:
+        assert rule.texts(measured, *found) == ("waist", "waist moves at 0.6 m/s, more than 0.5.")

@@ -1,6 +1,7 @@
 """A live set against training: each fault is recognised, with no other verdict."""
 
 import dataclasses
+import functools
 import types
 
 import numpy as np
@@ -12,7 +13,8 @@ from piston.data.recorder import Recorder
 from piston.inference.policy import Policy
 from piston.inference.recording import RecordingPolicy
 from piston.inspection import Frames
-from piston.inspection.live import Measured, compare, compare_measured, verdicts
+from piston.inspection.live import ComparedSet, compare, compare_sets
+from piston.inspection.live_verdicts import live_verdicts
 from piston.inspection.results import as_json
 from piston.robots import RobotInputs
 from piston.robots.description import with_robot
@@ -42,7 +44,7 @@ def policy():
 def training(policy, tmp_path_factory):
     folder = tmp_path_factory.mktemp("training") / "set"
     write(folder, [episode(seed) for seed in range(16)])
-    return Measured(policy, Frames.open(policy, folder), num_pictures=128)
+    return ComparedSet(policy, Frames.open(policy, folder), num_images=128)
 
 
 def scene(seed):
@@ -125,8 +127,8 @@ class Replay(Policy):
         return [{"actions": self.answer} for _ in observations]
 
 
-def serve(policy, folder, episodes, every=5, rate=RATE):
-    """A recording of a server that is asked `every` so many steps."""
+def serve(policy, folder, episodes, every=5, rate=RATE, counts=True):
+    """A recording of a server that is asked `every` so many steps, which the client may count."""
     clock = types.SimpleNamespace(now=0.0)
     replay = Replay(policy.model, policy.data)
     recording = RecordingPolicy(replay, folder, fps=10.0, clock=lambda: clock.now)
@@ -136,6 +138,7 @@ def serve(policy, folder, episodes, every=5, rate=RATE):
         for step in range(0, len(frames), every):
             replay.answer = targets[step : step + 10]
             sent = {key: value for key, value in frames[step].items() if key != "targets"}
+            sent |= {"executed_steps": min(step, every)} if counts else {}
             recording.infer_batch([sent])
             clock.now += every / rate
         clock.now += 100
@@ -143,10 +146,14 @@ def serve(policy, folder, episodes, every=5, rate=RATE):
     return folder
 
 
+def write_live(_, folder, episodes):
+    return write(folder, episodes)
+
+
 def found(policy, training, folder, **options):
-    live = Measured(policy, Frames.open(policy, folder, **options), num_pictures=32)
-    comparison = compare_measured(training, live)
-    return {(one.kind, one.subject): one for one in verdicts(comparison)}
+    live = ComparedSet(policy, Frames.open(policy, folder, **options), num_images=32)
+    comparison = compare_sets(training, live)
+    return {(one.kind, one.subject): one for one in live_verdicts(comparison)}
 
 
 LIVE = [episode(seed) for seed in range(100, 104)]
@@ -164,7 +171,7 @@ def test_an_equal_set_and_its_recording_raise_nothing(policy, training, tmp_path
     comparison = compare(policy, training.frames, live, lambda n, of: progress.append(n / of))
     assert progress == sorted(progress)
     assert progress[-1] <= 1
-    assert not verdicts(comparison)
+    assert not live_verdicts(comparison)
     assert comparison.timing.live_rate == pytest.approx(RATE, rel=0.1)
     assert comparison.timing.request_interval == pytest.approx(0.5)
     # A frame has the chunk that was answered, and the observation as it was sent.
@@ -190,7 +197,7 @@ def test_requests_without_a_sentence_have_none(policy, tmp_path):
 def test_a_robot_that_asks_rarely_is_compared_with_such_moments_of_training(policy, tmp_path):
     """The gripper is open in both requests of each episode, and closed in most of training."""
     known = write(tmp_path / "training", [episode(seed)[20:] for seed in range(16)])
-    training = Measured(policy, Frames.open(policy, known), num_pictures=128)
+    training = ComparedSet(policy, Frames.open(policy, known), num_images=128)
     asked = [frames[20:28] for frames in LIVE]
     live = found(policy, training, serve(policy, tmp_path / "live", asked, every=7))
     assert ("state-shifted", "gripper") not in live
@@ -199,33 +206,36 @@ def test_a_robot_that_asks_rarely_is_compared_with_such_moments_of_training(poli
 OFFSET = np.array([0, 0.1, 0])
 
 
-@pytest.mark.parametrize("recorded", [False, True])
-def test_a_joint_with_another_zero_is_seen_inside_its_range(policy, training, tmp_path, recorded):
+WAYS = {
+    "dataset": write_live,
+    "recording": serve,
+    "recording without counts": functools.partial(serve, counts=False),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_joint_with_another_zero_is_seen_inside_its_range(policy, training, tmp_path, way):
     faulty = of_all(state=lambda state: state + OFFSET)
-    folder = tmp_path / "live"
-    serve(policy, folder, faulty) if recorded else write(folder, faulty)
+    folder = WAYS[way](policy, tmp_path / "live", faulty)
     ((kind, verdict),) = found(policy, training, folder).items()
     assert kind == ("state-offset", "elbow")
     assert verdict.number == pytest.approx(0.1, abs=0.02)
     assert verdict.number > verdict.threshold
 
 
-@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("change", "joints"),
     [(lambda state: state * [1, -1, 1], ["elbow"]), (lambda state: state[[1, 0, 2]], NAMES[:2])],
     ids=["turned round", "exchanged"],
 )
-def test_joints_that_do_not_follow_their_targets(
-    policy, training, tmp_path, change, joints, recorded
-):
-    folder, faulty = tmp_path / "live", of_all(state=change)
-    serve(policy, folder, faulty) if recorded else write(folder, faulty)
+def test_joints_that_do_not_follow_their_targets(policy, training, tmp_path, change, joints, way):
+    folder = WAYS[way](policy, tmp_path / "live", of_all(state=change))
     live = found(policy, training, folder)
     for joint in joints:
         verdict = live["state-not-following", joint]
         assert verdict.number > verdict.threshold
-    assert recorded or len(live) == len(joints)
+    assert way != "dataset" or len(live) == len(joints)
 
 
 def test_a_state_outside_the_training_range_is_counted(policy, training, tmp_path):
@@ -289,7 +299,7 @@ def test_one_episode_of_training_is_no_measure_of_its_pictures(policy, tmp_path)
     other = [changed(LIVE[0], image=every_camera(moved))]
     comparison = compare(policy, few, Frames.open(policy, write(tmp_path / "live", other)))
     assert comparison.cameras[0].own_distance is None
-    assert "camera-strange" not in {one.kind for one in verdicts(comparison)}
+    assert "camera-strange" not in {one.kind for one in live_verdicts(comparison)}
     assert any("one episode only" in one for one in comparison.undecided)
 
 
@@ -340,6 +350,14 @@ def test_another_control_rate(policy, training, tmp_path, recorded):
     ((kind, verdict),) = found(policy, training, folder).items()
     assert kind[0] == "rate"
     assert "2.00 times the speed" in verdict.sentence
+
+
+def test_a_recording_without_counts_does_not_tell_the_rate(policy, training, tmp_path):
+    folder = serve(policy, tmp_path / "live", LIVE, rate=20, counts=False)
+    assert not found(policy, training, folder)
+    comparison = compare(policy, training.frames, Frames.open(policy, folder))
+    assert comparison.timing.live_rate is None
+    assert "how fast the robot executes its chunks" in " ".join(comparison.undecided)
 
 
 def test_requests_after_the_end_of_a_chunk_and_a_new_sentence(policy, training, tmp_path):

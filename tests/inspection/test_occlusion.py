@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from piston.inspection import Box, Frames, Intervention, Probe
-from piston.inspection.occlusion import Occlusion, overlay
+from piston.inspection.occlusion import Occlusion, overlay_map
 
 from . import untrained
 from .untrained import BASE_SLOT, IMAGE_SIZE, WRIST_SLOT
@@ -125,7 +125,7 @@ def test_a_film_shows_every_map_at_the_episodes_pace(probe, frames, tmp_path):
     largest = max(one.value.max() for one in maps)
     for number, (shown, one) in enumerate(zip(pictures, maps, strict=True)):
         seen = occlusion.picture(frames[0, 2 * number], BASE_SLOT)
-        expected = overlay(seen, one, largest).astype(float)
+        expected = overlay_map(seen, one, largest).astype(float)
         assert np.abs(shown - expected).mean() < 12  # compressed
 
 

@@ -7,15 +7,10 @@ import numpy as np
 import pytest
 
 from piston.inspection.frames import Frames
-from piston.inspection.open_loop import (
-    LARGE_ERROR,
-    NOTABLE_ERROR,
-    compare,
-    open_loop,
-    open_loop_verdicts,
-)
+from piston.inspection.open_loop import compare_chunks, open_loop
 from piston.inspection.probe import Probe
 from piston.inspection.results import as_json
+from piston.inspection.verdicts import LARGE_ERROR, NOTABLE_ERROR, open_loop_verdicts
 
 from . import untrained
 
@@ -49,7 +44,7 @@ def compared(frames, *faults, episode=0, stride=1):
     chunks = recorded.repeat(SEEDS, 1).astype(np.float64)
     for fault in faults:
         chunks = fault(chunks, np.array(places))
-    return compare(frames, moments, chunks, EXECUTE)
+    return compare_chunks(frames, moments, chunks, EXECUTE)
 
 
 def verdicts(*results):

@@ -18,6 +18,8 @@ def test_executes_k_of_a_chunk_then_asks_again(make_policy):
     assert actions(broker, 7) == [0, 1, 2, 100, 101, 102, 200]
     # Asked at steps 0, 3 and 6, with the observation of that very step.
     assert [observation["n"] for observation in policy.observations] == [0, 3, 6]
+    # A request says how many steps of the chunk before it are executed.
+    assert [observation["executed_steps"] for observation in policy.observations] == [0, 3, 3]
 
 
 def test_executes_the_whole_chunk_by_default(make_policy):

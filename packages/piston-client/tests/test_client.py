@@ -39,14 +39,16 @@ def test_metadata_then_many_answers(start_server, kind):
     server = start_server(kind=kind)
     with Client("127.0.0.1", server.port) as client:
         assert client.metadata["reset_pose"] == [0.0, 1.0]
-        assert [answer_to(client.infer({"n": n})) for n in range(50)] == list(range(50))
+        requests = ({"n": n, "executed_steps": 1} for n in range(50))
+        assert [answer_to(client.infer(request)) for request in requests] == list(range(50))
         reply = client.infer({"n": 7})
         assert set(reply) == {"actions"}
         reply["actions"][0] = 1  # the caller's own
         client.reset()
     assert server.num_connections == 1
     # An openpi server gets exactly what it would get from openpi's own client.
-    assert all(("request_id" in request) == (kind == "piston") for request in server.requests)
+    own = {"request_id", "executed_steps"} if kind == "piston" else set()
+    assert all(set(request) == {"n"} | own for request in server.requests[:50])
 
 
 def test_nothing_is_connected_before_the_first_use(start_server):

@@ -31,7 +31,7 @@ from piston.transforms import Data, compose
 from piston.transforms.prompts import TokenizePrompt
 
 # Keys of a request besides the robot's own.
-REQUEST_KEYS = ("noise", "seed", "rtc", "robot", "session")
+REQUEST_KEYS = ("noise", "seed", "rtc", "robot", "session", "executed_steps")
 _RTC_STEPS = ("delay", "execute_horizon")
 # Inferences of one size are repeated until they have taken so long together.
 _SECONDS_TO_MEASURE = 0.5

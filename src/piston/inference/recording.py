@@ -1,9 +1,10 @@
 """Record what a server is asked and answers, as a LeRobot data set.
 
 Each inference becomes one frame: the observation under `observation.…`, the first action of the
-chunk under `action` and the whole of it under `action_chunk`, and under `request_time` the seconds
-since the first request of the episode. A new prompt, or a pause, begins a new episode. Made for one
-robot: the frames of several would be mixed.
+chunk under `action` and the whole of it under `action_chunk`, under `request_time` the seconds
+since the first request of the episode, and under `executed_steps` how many steps of the chunk
+before were past (-1: the client did not say). A new prompt, or a pause, begins a new
+episode. Made for one robot: the frames of several would be mixed.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ logger = logging.getLogger(__name__)
 _PAUSE = 5.0
 # The task of requests without a prompt.
 NO_PROMPT = "no prompt given"
-# The columns of a recording that are not the robot's: the answer, and when it was asked for.
-ACTION, CHUNK, TIME = "action", "action_chunk", "request_time"
+# The columns of a recording that are not the robot's: the answer, when it was asked for, and after
+# how many steps of the chunk before.
+ACTION, CHUNK, TIME, EXECUTED = "action", "action_chunk", "request_time", "executed_steps"
 
 
 def recorded_column(key: str, *, is_image: bool) -> str:
@@ -107,7 +109,15 @@ def recorded_frame(
 ) -> dict[str, np.ndarray]:
     """Return the columns of a request, its answer, and when in the episode it was made."""
     own = {key: value for key, value in observation.items() if key not in REQUEST_KEYS}
-    frame = {ACTION: chunk[0], CHUNK: chunk, TIME: np.array([seconds], np.float32)}
+    executed = observation.get(EXECUTED)
+    if not isinstance(executed, int) or not 0 <= executed <= len(chunk):
+        executed = -1
+    frame = {
+        ACTION: chunk[0],
+        CHUNK: chunk,
+        TIME: np.array([seconds], np.float32),
+        EXECUTED: np.array([executed], np.int64),
+    }
     for key, value in flatten_dict(own).items():
         array = np.asarray(value)
         if array.ndim == 3:

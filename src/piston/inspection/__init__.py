@@ -15,11 +15,11 @@ from piston.inspection.frames import Frame, Frames
 from piston.inspection.influence import Influence, influence
 from piston.inspection.inside import Inside, inside
 from piston.inspection.occlusion import Occlusion, OcclusionMap
-from piston.inspection.open_loop import OpenLoop, open_loop, open_loop_verdicts
+from piston.inspection.open_loop import OpenLoop, open_loop
 from piston.inspection.overview import Overview, Plan, compute
 from piston.inspection.probe import Box, Intervention, Probe
 from piston.inspection.results import Verdict, as_json
-from piston.inspection.verdicts import influence_verdicts
+from piston.inspection.verdicts import influence_verdicts, open_loop_verdicts
 
 __all__ = [
     "Box",

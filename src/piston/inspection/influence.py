@@ -11,32 +11,28 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 
 from piston.inspection.frames import Frames, camera_names
 from piston.inspection.probe import Intervention, Probe
-from piston.inspection.questions import Question, Questions
-from piston.inspection.results import seed_spread
+from piston.inspection.questions import InputChange, input_changes
+from piston.inspection.results import NO_MOTION, NOT_IN_JSON, seed_spread
 from piston.progress import Progress, no_progress
-
-# An action with a smaller standard deviation does not move in the data set: a change cannot be
-# given in standard deviations.
-_MOVES = 1e-6
 
 
 class Skipped(NamedTuple):
-    """A question that was not asked, and why."""
+    """A change that could not be made, and why."""
 
-    question: Question
+    question: InputChange
     reason: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Influence:
-    """What every question changed, over all frames. NaN: it was not asked in that frame.
+    """What every change of an input did, over all frames. NaN: it was not made in that frame.
 
     In spreads is None for a model that starts from no noise.
     """
@@ -44,7 +40,7 @@ class Influence:
     places: tuple[tuple[int, int], ...]
     action_names: tuple[str, ...]
     cameras: Mapping[str, str]
-    questions: tuple[Question, ...]
+    questions: tuple[InputChange, ...]
     # The mean absolute change of every action, in the robot's units and in spreads.
     change: Float[np.ndarray, "q h a"]
     change_in_spreads: Float[np.ndarray, "q h a"] | None
@@ -62,6 +58,8 @@ class Influence:
     carried_names: tuple[str, ...]
     carried: Float[np.ndarray, "s h"]
     skipped: tuple[Skipped, ...]
+    # The chunks of each frame with nothing changed.
+    unchanged: Float[np.ndarray, "f n h a"] = dataclasses.field(metadata=NOT_IN_JSON)
 
 
 def influence(
@@ -70,105 +68,101 @@ def influence(
     places: Sequence[tuple[int, int]],
     progress: Progress = no_progress,
 ) -> Influence:
-    """Ask all questions in every frame. Raises ValueError if there are no frames."""
+    """Make all changes in every frame. Raises ValueError if there are no frames."""
     if not places:
         raise ValueError("Influence is measured in at least one frame; none was given.")
     shown = [frames[place] for place in places]
-    asked = [Questions(probe, frames, shown, number) for number in range(len(shown))]
-    measured = _Measured(probe, frames, list(dict.fromkeys(q for one in asked for q in one.asked)))
+    made: list[dict[InputChange, Intervention]] = []
+    reasons: dict[InputChange, str] = {}
+    for number in range(len(shown)):
+        made.append({})
+        for key, change_or_reason in input_changes(probe, frames, shown, number):
+            if isinstance(change_or_reason, str):
+                reasons[key] = change_or_reason
+            else:
+                made[-1][key] = change_or_reason
     versions = [
         (frame, intervention)
-        for frame, questions in zip(shown, asked, strict=True)
-        for intervention in (Intervention(), *questions.asked.values())
+        for frame, changes in zip(shown, made, strict=True)
+        for intervention in (Intervention(), *changes.values())
     ]
-    chunks = iter(probe.ask(versions, progress))
-    for questions in asked:
-        measured.add(questions.asked, next(chunks), [next(chunks) for _ in questions.asked])
-    skipped = {question: reason for one in asked for question, reason in one.skipped.items()}
-    return measured.result(tuple(places), skipped)
-
-
-class _Measured:
-    """What the frames gave, one after the other."""
-
-    def __init__(self, probe: Probe, frames: Frames, questions: Sequence[Question]) -> None:
-        self._probe, self._names = probe, frames.action_names
-        self._scale = frames.action_scale()
-        self._places = {question: place for place, question in enumerate(questions)}
-        # The robot names its states and actions alike; a data set may have other names.
-        names = probe.policy.metadata.get("actions", {}).get("names") or self._names
-        self._actions = {name: place for place, name in enumerate(names)}
-        self._followed: dict[str, list[np.ndarray]] = {}
-        self._changes: list[np.ndarray] = []
-        self._strengths: list[np.ndarray] = []
-        self._variances: list[np.ndarray] = []
-
-    def add(
-        self,
-        asked: Mapping[Question, Intervention],
-        unchanged: Float[np.ndarray, "n h a"],
-        changed: Sequence[Float[np.ndarray, "n h a"]],
-    ) -> None:
-        """Add one frame."""
-        num_seeds, *_, dim = shape = unchanged.shape
-        if dim != len(self._scale):
-            raise ValueError(
-                f"The policy has {dim} actions, the data set {len(self._scale)}: the data set is "
-                "not of the policy's robot."
-            )
-        change = np.full((len(self._places), *shape[1:]), np.nan)
-        strength = np.full(len(self._places), np.nan)
-        for (question, intervention), chunks in zip(asked.items(), changed, strict=True):
-            place, one = self._places[question], chunks.astype(np.float64) - unchanged
-            change[place], strength[place] = np.abs(one).mean(0), in_one_number(one, self._scale)
-            if question.change == "moved" and question.subject in self._actions:
-                moved = intervention.state[question.subject]
-                followed = one[:, :, self._actions[question.subject]].mean(0) / moved
-                self._followed.setdefault(question.subject, []).append(followed)
-        self._changes.append(change)
-        self._strengths.append(strength)
-        if num_seeds > 1:
-            self._variances.append(seed_spread(unchanged) ** 2)
-
-    def result(
-        self, places: tuple[tuple[int, int], ...], skipped: Mapping[Question, str]
-    ) -> Influence:
-        strengths = np.stack(self._strengths)
-        asked = ~np.isnan(strengths)
-        share = (asked / asked.sum(0)).T  # of each frame in the mean of a question
-        change = np.einsum("qf,fqha->qha", share, np.nan_to_num(np.stack(self._changes)))
-        strength = np.sqrt((share * np.nan_to_num(strengths.T) ** 2).sum(1))
-        spread = noise = None
-        if self._variances:
-            variances = np.stack(self._variances)
-            noise = np.array([in_one_number(np.sqrt(one), self._scale) for one in variances])
-            spread = np.sqrt(np.tensordot(share, variances, 1))
-        return Influence(
-            places=places,
-            action_names=self._names,
-            cameras=camera_names(self._probe.policy),
-            questions=tuple(self._places),
-            change=change,
-            change_in_spreads=None if spread is None else _ratio(change, spread),
-            strength=strength,
-            strength_in_spreads=(
-                None if noise is None else _ratio(strength, np.sqrt(share @ noise**2))
-            ),
-            strength_per_frame=strengths,
-            spread=None if not self._variances else np.sqrt(np.mean(self._variances, 0)),
-            noise=None if noise is None else float(np.sqrt(np.mean(noise**2))),
-            noise_per_frame=noise,
-            carried_names=tuple(self._followed),
-            carried=np.array([np.mean(one, 0) for one in self._followed.values()]),
-            skipped=tuple(Skipped(*one) for one in skipped.items() if one[0] not in self._places),
+    chunks = probe.ask(versions, progress).astype(np.float64)
+    # Where the chunks of each frame begin: first the unchanged ones.
+    begins = np.cumsum([0, *(1 + len(changes) for changes in made[:-1])])
+    unchanged, scale = chunks[begins], frames.action_scale()
+    if unchanged.shape[-1] != len(scale):
+        raise ValueError(
+            f"The policy has {unchanged.shape[-1]} actions, the dataset {len(scale)}: the dataset "
+            "is not of the policy's robot."
         )
+    # The robot names its states and actions alike; a dataset may have other names.
+    names = probe.policy.metadata.get("actions", {}).get("names") or frames.action_names
+    questions = tuple(dict.fromkeys(key for changes in made for key in changes))
+    change = np.full((len(shown), len(questions), *unchanged.shape[2:]), np.nan)
+    strength = np.full(change.shape[:2], np.nan)
+    carried: dict[str, list[np.ndarray]] = {}
+    for frame, (begin, changes) in enumerate(zip(begins, made, strict=True)):
+        for number, (key, intervention) in enumerate(changes.items(), start=begin + 1):
+            difference, place = chunks[number] - chunks[begin], questions.index(key)
+            change[frame, place] = np.abs(difference).mean(0)
+            strength[frame, place] = in_one_number(difference, scale)
+            if key.change == "moved" and key.subject in names:
+                moved = difference[:, :, names.index(key.subject)].mean(0)
+                share = moved / intervention.state[key.subject]
+                carried.setdefault(key.subject, []).append(share)
+    return Influence(
+        places=tuple(places),
+        action_names=frames.action_names,
+        cameras=camera_names(probe.policy),
+        questions=questions,
+        strength_per_frame=strength,
+        carried_names=tuple(carried),
+        carried=np.array([np.mean(shares, 0) for shares in carried.values()]),
+        skipped=tuple(Skipped(*one) for one in reasons.items() if one[0] not in questions),
+        unchanged=unchanged,
+        **_over_frames(change, strength, unchanged, scale),
+    )
+
+
+def _over_frames(
+    change: Float[np.ndarray, "f q h a"],
+    strength: Float[np.ndarray, "f q"],
+    unchanged: Float[np.ndarray, "f n h a"],
+    scale: Float[np.ndarray, " a"],
+) -> dict[str, Any]:
+    """Return the fields of `Influence` that are averages over the frames."""
+    asked = ~np.isnan(strength)
+    share = (asked / asked.sum(0)).T  # of each frame in the mean of a question
+    mean_change = np.einsum("qf,fqha->qha", share, np.nan_to_num(change))
+    mean_strength = np.sqrt((share * np.nan_to_num(strength.T) ** 2).sum(1))
+    found: dict[str, Any] = {
+        "change": mean_change,
+        "change_in_spreads": None,
+        "strength": mean_strength,
+        "strength_in_spreads": None,
+        "spread": None,
+        "noise": None,
+        "noise_per_frame": None,
+    }
+    if unchanged.shape[1] > 1:
+        spreads = seed_spread(unchanged)
+        noise = np.array([in_one_number(spread, scale) for spread in spreads])
+        per_question = np.sqrt(np.tensordot(share, spreads**2, 1))
+        found |= {
+            "change_in_spreads": _ratio(mean_change, per_question),
+            "strength_in_spreads": _ratio(mean_strength, np.sqrt(share @ noise**2)),
+            "spread": np.sqrt(np.mean(spreads**2, 0)),
+            "noise": float(np.sqrt(np.mean(noise**2))),
+            "noise_per_frame": noise,
+        }
+    return found
 
 
 def in_one_number(values: Float[np.ndarray, "*_ a"], scale: Float[np.ndarray, " a"]) -> float:
     """Return the root mean square in standard deviations; actions that never move are left out."""
-    moves = scale > _MOVES
+    moves = scale > NO_MOTION
     if not moves.any():
-        raise ValueError("No action moves in the data set: changes of it cannot be compared.")
+        raise ValueError("No action moves in the dataset: changes of it cannot be compared.")
     return float(np.sqrt(np.square(values[..., moves] / scale[moves]).mean()))
 
 

@@ -22,13 +22,12 @@ from torch import Tensor
 
 from piston.inference.policy import Policy
 from piston.inspection.frames import Frame
-from piston.inspection.probe import Intervention, Probe
+from piston.inspection.probe import Intervention, Probe, observed
 from piston.inspection.results import NOT_IN_JSON
 from piston.models.flow import Pi0
 from piston.models.gemma import ExpertLayer, KVCache
 from piston.models.language import END_ID, PADDING_ID
 from piston.models.model import ActOptions
-from piston.observation import Observation, stack_samples
 from piston.tokenizers.text import TextTokenizer
 from piston.transforms import Data, compose, name_of
 from piston.transforms.prompts import TokenizeFASTInputs, TokenizePrompt
@@ -120,16 +119,11 @@ def _denoised(
     """Return the path, and the tokens of the text that the model wrote, without its end."""
     start = torch.from_numpy(noise[None]).to(policy.device)
     options = ActOptions(start, num_steps=policy.num_steps)
-    _, text, path = policy.model.act_with(_observed(policy, seen), options)
+    _, text, path = policy.model.act_with(observed(policy, [seen]), options)
     assert path is not None
     words = [] if text is None else text[0].tolist()
     words = list(itertools.takewhile(lambda token: token not in (PADDING_ID, END_ID), words))
     return path[:, 0].cpu().numpy(), words
-
-
-def _observed(policy: Policy, seen: Data) -> Observation:
-    without_noise = {key: value for key, value in seen.items() if key != "noise"}
-    return Observation.from_dict(stack_samples([without_noise])).to(policy.device)
 
 
 @contextlib.contextmanager
@@ -222,7 +216,7 @@ def words_of(tokenizer: TextTokenizer, ids: Sequence[int]) -> tuple[tuple[str, .
 def _written(policy: Policy, seen: Data) -> tuple[WrittenToken, ...]:
     """Return the tokens of a model that writes them, with those that it could have written."""
     logits: list[Tensor] = []
-    tokens = policy.model.act(_observed(policy, seen), visit=logits.append)[0].tolist()
+    tokens = policy.model.act(observed(policy, [seen]), visit=logits.append)[0].tolist()
     prompt = _the(TokenizeFASTInputs, policy).prompt
     written = []
     for token, one in zip(tokens, logits, strict=True):

@@ -1,18 +1,18 @@
-"""What pictures show of the robot's motion: cameras that stand still, or show the past.
+"""What images show of the robot's motion: cameras that stand still, or show the past.
 
-The state is estimated from small pictures, by ridge regression on those of training. A camera that
-is late shows the state of some time ago.
+The state is estimated from small images, by ridge regression on those of training. A camera that is
+late shows the state of some time ago.
 
-Dims: n pictures, d state dim, l lags.
+Dims: m and n images, p pixels, d state dim, s dimensions that the images show, l lags.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Float, Int
 
 from piston.inspection.live_numbers import Numbers
-from piston.inspection.live_pictures import Sample
+from piston.inspection.live_pictures import SampledImages
 
 # Two moments of an episode show motion if a dimension differs by so many standard deviations.
 _MOVED = 0.5
@@ -32,7 +32,7 @@ _MAX_LAG, _LAG_STEP = 0.5, 0.01
 
 
 def still_share(
-    slot: str, training: tuple[Numbers, Sample], live: tuple[Numbers, Sample]
+    slot: str, training: tuple[Numbers, SampledImages], live: tuple[Numbers, SampledImages]
 ) -> float | None:
     """Return in which share of the moments with motion the camera stands still.
 
@@ -49,7 +49,7 @@ def still_share(
 
 
 def _changes(
-    slot: str, numbers: Numbers, sample: Sample, spread: Float[np.ndarray, " d"]
+    slot: str, numbers: Numbers, sample: SampledImages, spread: Float[np.ndarray, " d"]
 ) -> Float[np.ndarray, " m"]:
     """Return how much the picture changes between successive moments with motion."""
     grey = sample.small(slot).mean(-1)
@@ -61,82 +61,80 @@ def _changes(
     return differences.mean((2, 4)).max((1, 2))[moved & same]
 
 
-class StateFromPictures:
-    """Estimates the state from the pictures of a camera, as training shows it."""
+def camera_delay(
+    slot: str, training: tuple[Numbers, SampledImages], live: tuple[Numbers, SampledImages]
+) -> tuple[float, float] | None:
+    """Return by how many seconds the camera is late, and the share of the error that remains.
 
-    def __init__(self, slot: str, numbers: Numbers, sample: Sample) -> None:
-        self._slot, self._spread = slot, numbers.scale
-        pictures, states = _flat(sample, slot), numbers.states[sample.rows] / self._spread
-        every = np.ones(len(pictures), bool)
-        self._fit = _Fit(pictures, states, every)
-        # Each half of the episodes is estimated from the other half.
-        odd = np.unique(sample.episodes, return_inverse=True)[1] % 2 == 1
-        guessed = np.zeros_like(states)
-        for part in (odd, ~odd):
-            if part.any() and not part.all():
-                guessed[part] = _Fit(pictures, states, ~part)(pictures[part])
-        left = ((states - guessed) ** 2).sum(0)
-        total = ((states - states.mean(0)) ** 2).sum(0)
-        self.seen: Bool[np.ndarray, " d"] = left < (1 - _EXPLAINED) * np.maximum(total, 1e-9)
-        self._own = self._errors(guessed, numbers, sample)
-
-    def delay(self, numbers: Numbers, sample: Sample) -> tuple[float, float] | None:
-        """Return by how many seconds the camera is late, and the share of the error that remains.
-
-        None if the pictures do not show the state, or if there are too few, or too rarely.
-        """
-        times, pairs = numbers.times(), numbers.pairs()
-        if not len(pairs) or np.median(times[pairs + 1] - times[pairs]) > _MAX_LAG:
-            return None
-        guessed = self._fit(_flat(sample, self._slot))
-        theirs = self._errors(guessed, numbers, sample)
-        if theirs is None or self._own is None:
-            return None
-        usual, found = int(self._own.argmin()), int(theirs.argmin())
-        return float(_LAGS[usual] - _LAGS[found]), float(theirs[found] / theirs[usual])
-
-    def _errors(
-        self, guessed: Float[np.ndarray, "n d"], numbers: Numbers, sample: Sample
-    ) -> Float[np.ndarray, " l"] | None:
-        """Return the mean square error of the state at each lag from the moment of the picture."""
-        errors = []
-        times = numbers.times()
-        for begin, end in numbers.bounds:
-            chosen = (sample.rows >= begin) & (sample.rows < end)
-            asked = times[sample.rows[chosen]][:, None] + _LAGS
-            inside = (asked[:, 0] >= times[begin]) & (asked[:, -1] <= times[end - 1])
-            for dim in np.flatnonzero(self.seen):
-                states = numbers.states[begin:end, dim] / self._spread[dim]
-                then = np.interp(asked[inside], times[begin:end], states)
-                errors.append((then - guessed[chosen][inside, dim, None]) ** 2)
-        together = np.concatenate([np.empty((0, len(_LAGS))), *errors])
-        return together.mean(0) if len(together) >= _MIN_MOMENTS else None
+    The error is that of the state, estimated from the images. None if these do not show it, or if
+    there are too few, or too rarely.
+    """
+    numbers, sample = live
+    times, pairs = numbers.times(), numbers.pairs()
+    if not len(pairs) or np.median(times[pairs + 1] - times[pairs]) > _MAX_LAG:
+        return None
+    scale = training[0].scale
+    images, states = _flat(slot, training[1]), training[0].states[training[1].rows] / scale
+    # Each half of the episodes is estimated from the other half.
+    odd = np.unique(training[1].episodes, return_inverse=True)[1] % 2 == 1
+    guessed = np.zeros_like(states)
+    for part in (odd, ~odd):
+        if part.any() and not part.all():
+            guessed[part] = _estimate(images[part], images[~part], states[~part])
+    left = ((states - guessed) ** 2).sum(0)
+    total = ((states - states.mean(0)) ** 2).sum(0)
+    seen = np.flatnonzero(left < (1 - _EXPLAINED) * np.maximum(total, 1e-9))
+    ours = _errors_by_lag(guessed[:, seen], *training, seen, scale)
+    guessed = _estimate(_flat(slot, sample), images, states)
+    theirs = _errors_by_lag(guessed[:, seen], *live, seen, scale)
+    if ours is None or theirs is None:
+        return None
+    usual, found = int(ours.argmin()), int(theirs.argmin())
+    return float(_LAGS[usual] - _LAGS[found]), float(theirs[found] / theirs[usual])
 
 
 _LAGS = np.arange(-_MAX_LAG, _MAX_LAG + _LAG_STEP / 2, _LAG_STEP)
 
 
-class _Fit:
-    """Ridge regression in its dual form: there are fewer pictures than pixels."""
+def _errors_by_lag(
+    guessed: Float[np.ndarray, "n s"],
+    numbers: Numbers,
+    sample: SampledImages,
+    seen: Int[np.ndarray, " s"],
+    scale: Float[np.ndarray, " d"],
+) -> Float[np.ndarray, " l"] | None:
+    """Return the mean square error of the state at each lag from the moment of the image."""
+    errors = [np.empty((0, len(_LAGS)))]
+    times = numbers.times()
+    for begin, end in numbers.bounds:
+        chosen = (sample.rows >= begin) & (sample.rows < end)
+        asked = times[sample.rows[chosen]][:, None] + _LAGS
+        inside = (asked[:, 0] >= times[begin]) & (asked[:, -1] <= times[end - 1])
+        for place, dim in enumerate(seen):
+            states = numbers.states[begin:end, dim] / scale[dim]
+            then = np.interp(asked[inside], times[begin:end], states)
+            errors.append((then - guessed[chosen][inside, place, None]) ** 2)
+    together = np.concatenate(errors)
+    return together.mean(0) if len(together) >= _MIN_MOMENTS else None
 
-    def __init__(
-        self,
-        pictures: Float[np.ndarray, "n p"],
-        states: Float[np.ndarray, "n d"],
-        chosen: Bool[np.ndarray, " n"],
-    ) -> None:
-        self._mean, self._centre = pictures[chosen].mean(0), states[chosen].mean(0)
-        self._pictures = pictures[chosen] - self._mean
-        products = self._pictures @ self._pictures.T
-        ridge = _RIDGE * max(float(np.trace(products)) / len(products), 1e-9)
-        self._weights = np.linalg.solve(
-            products + ridge * np.eye(len(products)), states[chosen] - self._centre
-        )
 
-    def __call__(self, pictures: Float[np.ndarray, "m p"]) -> Float[np.ndarray, "m d"]:
-        return (pictures - self._mean) @ self._pictures.T @ self._weights + self._centre
+def _estimate(
+    images: Float[np.ndarray, "m p"],
+    known: Float[np.ndarray, "n p"],
+    states: Float[np.ndarray, "n d"],
+) -> Float[np.ndarray, "m d"]:
+    """Return the states that images show, by ridge regression on known ones.
+
+    In its dual form: there are fewer images than pixels.
+    """
+    mean, centre = known.mean(0), states.mean(0)
+    known = known - mean
+    products = known @ known.T
+    ridge = _RIDGE * max(float(np.trace(products)) / len(products), 1e-9)
+    weights = np.linalg.solve(products + ridge * np.eye(len(products)), states - centre)
+    return (images - mean) @ known.T @ weights + centre
 
 
-def _flat(sample: Sample, slot: str) -> Float[np.ndarray, "n p"]:
+def _flat(slot: str, sample: SampledImages) -> Float[np.ndarray, "n p"]:
     small = sample.small(slot).astype(np.float64) / 255
     return small.reshape(len(small), -1)

@@ -12,8 +12,9 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from piston.inference.policy import Policy
-from piston.inference.recording import CHUNK, NO_PROMPT, TIME
+from piston.inference.recording import CHUNK, EXECUTED, NO_PROMPT, TIME
 from piston.inspection.frames import Frames, state_dims
+from piston.inspection.results import NOT_IN_JSON
 
 _BINS = 24
 # The training range is widened by this share of itself: new episodes reach a little further.
@@ -23,24 +24,22 @@ _NOISE = 0.01
 # A state follows its targets if their difference varies less than this share of the state itself.
 _FOLLOWS = 0.5
 # An offset counts from so many standard deviations of the difference, and of episodes' medians.
-_OFFSET_SPREADS, _OFFSET_EPISODES = 2.0, 5.0
+OFFSET_SPREADS, OFFSET_EPISODES = 2.0, 5.0
 # A state does not follow its targets live if their difference varies as much as this share of the
 # state, and so many times as much as in training. A sign that is turned round gives 2, two joints
 # that are exchanged 1.4 and more, a state that is 0.3 s late 0.5 to 1.1; as trained it is 0.2.
-_ASTRAY, _ASTRAY_TIMES = 0.8, 3.0
+ASTRAY, ASTRAY_TIMES = 0.8, 3.0
 # A shift counts from so many standard deviations of the state, and of episodes' means.
-_SHIFT_SPREADS, _SHIFT_EPISODES = 1.0, 5.0
+SHIFT_SPREADS, SHIFT_EPISODES = 1.0, 5.0
 # An offset is there most of the time; a robot that is blocked is away from its targets for a while.
 _OFFSET_SHARE = 0.8
-# A chunk that moves by less than this many standard deviations does not tell how fast it was
-# executed; and there have to be so many others.
-_MIN_MOTION, _MIN_PAIRS = 0.5, 10
+# Fewer pairs of requests do not tell how fast chunks were executed.
+_MIN_PAIRS = 10
 # An episode shows what a gripper does if it lasts this share of the usual time; requests end early.
 _LONG_ENOUGH = 0.8
-# Of the rate of a recording: relative, and in steps between two requests.
-_RATE, _RATE_STEPS = 0.2, 1.5
-# Steps after which it is measured in training by how many a state lags behind its targets.
-_LAG_STEPS = 10
+# Relative differences of the rate from which on they count; a recording has the times of requests,
+# with what the network adds.
+RATE, RECORDED_RATE = 0.02, 0.2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +47,8 @@ class Dimension:
     """One number of the state, in the robot's units."""
 
     name: str
+    # The number of the dimension, as verdicts say it.
+    title: str = dataclasses.field(metadata=NOT_IN_JSON)
     # The smallest and the largest value.
     training_range: tuple[float, float]
     live_range: tuple[float, float]
@@ -74,6 +75,11 @@ class Dimension:
     training_histogram: Float[np.ndarray, " bins"]
     live_histogram: Float[np.ndarray, " bins"]
 
+    @property
+    def nearest_end(self) -> float:
+        """The end of the live range that stays furthest from where training comes."""
+        return max(zip(self.unreached, self.live_range))[1]
+
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
@@ -81,12 +87,17 @@ class Timing:
 
     training_rate: float
     live_rate: float | None
-    # The relative difference from which on it counts: a recording tells it by steps of a chunk.
-    rate_limit: float = 0.02
+    # The relative difference from which on it counts.
+    rate_limit: float = RATE
     # For recordings of a server: the median seconds between requests, and the share of requests
     # that came after the previous chunk had ended.
     request_interval: float | None = None
     late_requests: float | None = None
+
+    @property
+    def speed(self) -> float | None:
+        """How many times the speed of training the robot has; None if it is not known."""
+        return self.live_rate / self.training_rate if self.live_rate else None
 
 
 class Numbers:
@@ -148,49 +159,27 @@ class Numbers:
         """Return each next state less the target before it; NaN for those without a target."""
         rows, known = self.pairs(), self._actions >= 0
         after = np.full((len(rows), len(known)), np.nan)
-        targets, next_states = self._followed()
-        differences, last = next_states - targets[:, 0], targets.shape[1]
-        if self.frames.is_recording and differences.size:
-            # Nearest for all pairs together: each alone would hide an offset in its own step.
-            # One step more or less is as likely.
-            tried = [
-                next_states - targets[np.arange(len(rows)), (steps + more).clip(1, last) - 1]
-                for steps in self._shared_steps(training)
-                for more in (0, -1, 1)
-            ]
-            differences = min(tried, key=lambda one: float(np.abs(one).mean()))
-        after[:, known] = differences
+        targets = self._chunks()[rows][..., self._actions[known]]
+        states = self.states[rows + 1][:, known]
+        if states.size:
+            steps = self.executed()
+            if steps is None:
+                # For all pairs together: each alone would hide an offset in its own step.
+                distances = np.abs(states[:, None] - targets) / training.scale[known]
+                steps = np.full(len(rows), distances.mean((0, 2)).argmin() + 1)
+            after[:, known] = states - targets[np.arange(len(rows)), steps - 1]
         return after
 
-    def _shared_steps(self, training: Numbers) -> list[Int[np.ndarray, " p"]]:
-        """Return how many steps may have been executed: always as many, or by the time."""
-        steps, tells = self._executed(training)
-        if not tells.any():
-            tells = ~tells
-        always = np.full(len(steps), round(float(np.median(steps[tells]))))
-        seconds = self.seconds()
-        if seconds is None:
-            return [always]
-        rate = float(np.median(steps[tells] / seconds[tells]))
-        return [always, np.rint(seconds * rate).astype(np.int64)]
-
-    def _executed(self, training: Numbers) -> tuple[Int[np.ndarray, " p"], Bool[np.ndarray, " p"]]:
-        """Return after how many steps of its chunk each next state was reached, and what tells it.
-
-        A recording does not have it: it is the step whose target is nearest to the next state.
-        """
-        known = self._actions >= 0
-        targets, next_states = self._followed()
-        spread = training.scale[known]
-        steps = _nearest_step(next_states, targets, spread) + training.lag()
-        moved = np.abs(targets[:, -1] - targets[:, 0]) / spread
-        # At the last step the robot may have waited for longer.
-        return steps, (moved.max(1, initial=0) > _MIN_MOTION) & (steps < targets.shape[1])
-
-    def _followed(self) -> tuple[Float[np.ndarray, "p h k"], Float[np.ndarray, "p k"]]:
-        """Return the targets and the next state of each pair, in dimensions that have both."""
-        rows, known = self.pairs(), self._actions >= 0
-        return self._chunks()[rows][..., self._actions[known]], self.states[rows + 1][:, known]
+    def executed(self) -> Int[np.ndarray, " p"] | None:
+        """Return how many steps of its chunk each pair executed; None if nobody told the server."""
+        source, rows = self.frames.source, self.pairs()
+        if not self.frames.is_recording:
+            return np.ones(len(rows), np.int64)
+        if EXECUTED not in source.keys:
+            return None
+        steps = source.column(EXECUTED).reshape(-1)[rows + 1]
+        horizon = self._chunks().shape[1]
+        return steps.clip(1, horizon) if len(steps) and steps.max() > 0 else None
 
     def seconds(self) -> Float[np.ndarray, " p"] | None:
         """Return the time between the requests of each pair; None if it was not recorded."""
@@ -204,32 +193,22 @@ class Numbers:
         rate = float(training.frames.fps)
         if not self.frames.is_recording:
             return Timing(rate, float(self.frames.fps))
-        seconds = self.seconds()
+        seconds, steps = self.seconds(), self.executed()
         if seconds is None:
             return Timing(rate, None)
-        steps, tells = self._executed(training)
-        enough = tells.sum() >= _MIN_PAIRS
+        horizon = self._chunks().shape[1]
+        live_rate = None
+        if steps is not None:
+            # After the last step the robot may have waited for longer.
+            rates = (steps / seconds)[steps < horizon]
+            live_rate = float(np.median(rates)) if len(rates) >= _MIN_PAIRS else None
         return Timing(
             training_rate=rate,
-            live_rate=float(np.median(steps[tells] / seconds[tells])) if enough else None,
-            rate_limit=max(_RATE, _RATE_STEPS / float(np.median(seconds) * rate)),
+            live_rate=live_rate,
+            rate_limit=RECORDED_RATE,
             request_interval=float(np.median(seconds)),
-            late_requests=float(np.mean(seconds > self._chunks().shape[1] / rate)),
+            late_requests=float(np.mean(seconds > horizon / rate)),
         )
-
-    def lag(self) -> int:
-        """Return by how many control steps the state is behind its targets. Not of a recording."""
-        known, spread = self._actions >= 0, self.scale
-        parts = [np.arange(begin, end - 2 * _LAG_STEPS) for begin, end in self.bounds]
-        rows = np.concatenate(parts)[:: max(1, sum(map(len, parts)) // 1000)]
-        if not len(rows) or not known.any():
-            return 0
-        targets = self._chunks()[rows[:, None] + np.arange(2 * _LAG_STEPS), 0]
-        targets = targets[..., self._actions[known]]
-        moves = np.abs(np.ptp(targets, axis=1) / spread[known]).max(1) > _MIN_MOTION
-        later = self.states[rows + _LAG_STEPS][:, known]
-        steps = _nearest_step(later, targets, spread[known])[moves]
-        return round(_LAG_STEPS - float(np.median(steps))) if len(steps) else 0
 
     def prompts(self) -> dict[str, float]:
         """Return the share of the frames with each sentence; without one, there is nothing."""
@@ -258,7 +237,7 @@ def compare_states(training: Numbers, live: Numbers, timing: Timing) -> list[Dim
     shift = (live.states.mean(0) - np.concatenate(seen).mean(0)) / spread
     means = np.stack([one.mean(0) for one in seen])
     uncertain = np.sqrt(1 / len(live.bounds) + 1 / len(training.bounds))
-    shift_limit = np.maximum(_SHIFT_SPREADS, _SHIFT_EPISODES * means.std(0) / spread * uncertain)
+    shift_limit = np.maximum(SHIFT_SPREADS, SHIFT_EPISODES * means.std(0) / spread * uncertain)
     offset, offset_limit, astray, astray_limit = _against_targets(training, live, every)
     unreached = _unreached(training, live, seen)
     found = []
@@ -271,6 +250,7 @@ def compare_states(training: Numbers, live: Numbers, timing: Timing) -> list[Dim
         found.append(
             Dimension(
                 name=name,
+                title=f"state dimension {i} ({name})",
                 training_range=(float(ours.min()), float(ours.max())),
                 live_range=(float(theirs.min()), float(theirs.max())),
                 outside=float(outside[:, i].mean()),
@@ -305,26 +285,17 @@ def _against_targets(
         return (unknown,) * 4
     episodes = training.episode_medians(ours)
     limit = np.maximum(
-        _OFFSET_SPREADS * np.maximum(ours.std(0), seen.std(0)),
-        np.maximum(_OFFSET_EPISODES * episodes.std(0), training.noise),
+        OFFSET_SPREADS * np.maximum(ours.std(0), seen.std(0)),
+        np.maximum(OFFSET_EPISODES * episodes.std(0), training.noise),
     )
     away = theirs - np.median(seen, 0)
     offset = np.median(away, 0)
     is_steady = np.mean(away * np.sign(offset) > limit / 2, axis=0) >= _OFFSET_SHARE
     offset = np.where(is_steady, offset, 0.0)
     follows = ours.std(0) <= np.maximum(_FOLLOWS * training.spread, training.noise)
-    astray_limit = np.maximum(_ASTRAY, _ASTRAY_TIMES * ours.std(0) / training.scale)
+    astray_limit = np.maximum(ASTRAY, ASTRAY_TIMES * ours.std(0) / training.scale)
     found = (offset, limit, theirs.std(0) / training.scale, astray_limit)
     return tuple(np.where(follows, one, np.nan) for one in found)
-
-
-def _nearest_step(
-    states: Float[np.ndarray, "p k"],
-    targets: Float[np.ndarray, "p h k"],
-    spread: Float[np.ndarray, " k"],
-) -> Int[np.ndarray, " p"]:
-    """Return after how many steps the targets are nearest to a state."""
-    return (np.abs(states[:, None] - targets) / spread).sum(-1).argmin(1) + 1
 
 
 def _unreached(

@@ -199,7 +199,7 @@ class Occlusion:
             frames.append(self.picture(frame, camera))
             progress(done + 1, len(numbers))
         largest = max(float(one.value.max()) for one in maps)
-        pictures = (overlay(frame, one, largest) for frame, one in zip(frames, maps))
+        pictures = (overlay_map(frame, one, largest) for frame, one in zip(frames, maps))
         encode_video(pictures, path, self._frames.fps / stride, VideoEncoding.choose("h264"))
         return maps
 
@@ -214,7 +214,7 @@ class Occlusion:
         return change[:, slice(*self._steps), self._dims]
 
 
-def overlay(picture: Picture, found: OcclusionMap, largest: float | None = None) -> Picture:
+def overlay_map(picture: Picture, found: OcclusionMap, largest: float | None = None) -> Picture:
     """Return the picture, enlarged, with the map laid over; `largest` has the full colour.
 
     The colour grows with the square root of a value, so that weak parts are seen as well.

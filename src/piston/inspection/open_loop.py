@@ -22,35 +22,12 @@ from jaxtyping import Float, UInt8
 
 from piston.inspection.frames import Frame, Frames
 from piston.inspection.probe import Intervention, Probe
-from piston.inspection.results import NOT_IN_JSON, Verdict, known_mean, seed_spread
+from piston.inspection.results import NO_MOTION, NOT_IN_JSON, known_mean, seed_spread
 from piston.progress import Progress, no_progress
 
 # Asked frames of an episode at most, before those that seams need.
 _MAX_ASKED = 40
 _NUM_WORST = 8
-# Verdicts. The limits of the error were chosen by these trials, the others by what they mean: the
-# demo's policy as it is, and with random numbers of three sizes added to its weights once.
-#   success      8 of 8   8 of 8   2 of 8   0 of 8
-#   error        0.07     0.09     0.13     0.25      standard deviations in the worst dimension
-#   standing     0.04     0.06     0.10     0.21      times the error of standing still
-#   jump         0.26     0.28     0.44     0.77      times the largest recorded step
-
-# In standard deviations of a dimension: a remark, and a problem. Tasks that need less precision, or
-# that people demonstrated in several ways, may succeed with more than the first. A policy that
-# predicts the mean whatever it observes is 0.8 wrong.
-NOTABLE_ERROR, LARGE_ERROR = 0.12, 0.2
-# Such a policy is nearly as close to a robot that does nothing as to the recording.
-SHARE_OF_STANDING = 0.5
-# From the first quarter of a chunk to its last, where the last is a large error. An error below the
-# second number counts as that.
-GROWTH, PRECISE = 3.0, 0.01
-# A typical jump is larger than any step that the robot was told to make. A recording of steady
-# motion has nearly 1 by itself.
-LARGE_JUMP = 1.0
-# Below this share of the error, the spread over seeds does not explain it.
-AGREED = 0.5
-# A dimension that varies less has no unit to measure its errors in.
-_NO_MOTION = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +89,7 @@ class OpenLoop:
         """Return jumps as multiples of the largest recorded step."""
         with np.errstate(divide="ignore", invalid="ignore"):
             ratios = np.abs(self.jumps) / self.largest_step
-        return np.where(self.largest_step > _NO_MOTION, ratios, np.nan)
+        return np.where(self.largest_step > NO_MOTION, ratios, np.nan)
 
 
 def open_loop(
@@ -143,7 +120,7 @@ def open_loop(
     asked = sorted({at + offset for at in blocks for offset in offsets})
     moments = [frames[episode, at] for at in asked if at < len(recorded)]
     chunks = probe.ask([(moment, Intervention()) for moment in moments], progress)
-    result = compare(frames, moments, chunks, execute)
+    result = compare_chunks(frames, moments, chunks, execute)
     worst = (
         dataclasses.replace(one, pictures=probe.pictures(frames[one.episode, one.frame]))
         for one in result.worst
@@ -151,7 +128,7 @@ def open_loop(
     return dataclasses.replace(result, worst=tuple(worst))
 
 
-def compare(
+def compare_chunks(
     frames: Frames,
     moments: Sequence[Frame],
     chunks: Float[np.ndarray, "q n h a"],
@@ -163,7 +140,7 @@ def compare(
     still = np.stack([moment.error(moment.recorded[:1].repeat(horizon, 0)) for moment in moments])
     spread = np.where(np.isnan(errors[:, 0]), np.nan, seed_spread(chunks))
     scale = frames.action_scale()
-    std = np.where(scale > _NO_MOTION, scale, np.nan)
+    std = np.where(scale > NO_MOTION, scale, np.nan)
     seams = tuple(at for at in asked if at - execute_horizon in asked)
     executed = errors[:, :, :execute_horizon], spread[:, :execute_horizon]
     return OpenLoop(
@@ -223,83 +200,3 @@ def _worst(
         if relative[place, dim] >= 0  # else no dimension moves in the data set
     ]
     return tuple(sorted(found, key=lambda one: -one.error_std)[:_NUM_WORST])
-
-
-def open_loop_verdicts(results: Sequence[OpenLoop]) -> list[Verdict]:
-    """Return what the episodes of one data set show together."""
-    found = (_error_verdict(results), _standing_verdict(results), _growth_verdict(results))
-    return [one for one in (*found, _seam_verdict(results)) if one is not None]
-
-
-def _error_verdict(results: Sequence[OpenLoop]) -> Verdict | None:
-    error = known_mean(np.concatenate([one.error_std for one in results]), 0)
-    dim = int(np.nan_to_num(error).argmax())
-    name, number = results[0].names[dim], float(error[dim])
-    if not number > NOTABLE_ERROR:
-        return None
-    is_large, has_seeds = number > LARGE_ERROR, results[0].chunks.shape[1] > 1
-    moments = [one for result in results for one in result.worst if one.dimension == name]
-    sentence = f"The error of {name} is {number:.2g} standard deviations, the largest of all"
-    if moments:
-        worst = max(moments, key=lambda one: one.error_std)
-        sentence += (
-            f"; it is worst at episode {worst.episode}, frame {worst.frame} ({worst.error_std:.2g})"
-        )
-        if has_seeds:
-            agree = worst.seed_spread_std < AGREED * worst.error_std
-            meaning = "they agree on a wrong motion" if agree else "it is not sure what to do"
-            sentence += f", where noise seeds differ by {worst.seed_spread_std:.2g}: {meaning}"
-    return Verdict(
-        "open-loop-error",
-        name,
-        "problem" if is_large else "remark",
-        f"{sentence}.",
-        number,
-        LARGE_ERROR if is_large else NOTABLE_ERROR,
-    )
-
-
-def _standing_verdict(results: Sequence[OpenLoop]) -> Verdict | None:
-    error = known_mean(np.concatenate([one.error_std for one in results]), None)
-    still = known_mean(np.concatenate([one.error_of_standing / one.std for one in results]), None)
-    number = float(error / still) if still > 0 else 0.0  # nothing moves
-    if not number > SHARE_OF_STANDING:
-        return None
-    sentence = (
-        f"The predicted chunks are {number:.2g} times as far from the recording as a command that "
-        f"stays as it is ({error:.2g} against {still:.2g} standard deviations)."
-    )
-    return Verdict(
-        "no-better-than-standing", "actions", "problem", sentence, number, SHARE_OF_STANDING
-    )
-
-
-def _growth_verdict(results: Sequence[OpenLoop]) -> Verdict | None:
-    quarter = max(1, len(results[0].error) // 4)
-    first = known_mean(np.concatenate([one.error_std[:quarter] for one in results]), None)
-    last = known_mean(np.concatenate([one.error_std[-quarter:] for one in results]), None)
-    number = float(last / max(first, PRECISE))
-    if not (number > GROWTH and last > LARGE_ERROR):
-        return None
-    sentence = (
-        f"The error grows along the chunk: {first:.2g} standard deviations in its first quarter, "
-        f"{last:.2g} in its last, {number:.2g} times as much. Executing fewer steps of a chunk "
-        "before asking again avoids the late ones."
-    )
-    return Verdict("error-grows", "horizon", "remark", sentence, number, GROWTH)
-
-
-def _seam_verdict(results: Sequence[OpenLoop]) -> Verdict | None:
-    ratios = np.concatenate([one.jump_ratios.reshape(-1, len(one.names)) for one in results])
-    if not len(ratios):
-        return None
-    typical = np.median(ratios, axis=0)  # not a number for dimensions that never move
-    dim = int(np.nan_to_num(typical).argmax())
-    name, number = results[0].names[dim], float(typical[dim])
-    if not number > LARGE_JUMP:
-        return None
-    sentence = (
-        f"Where a new chunk takes over, every {results[0].execute_horizon} steps, {name} jumps: "
-        f"half of the jumps are more than {number:.2g} times the largest step that was recorded."
-    )
-    return Verdict("seam-jump", name, "problem", sentence, number, LARGE_JUMP)

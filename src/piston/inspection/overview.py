@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Float, UInt8
@@ -19,12 +20,12 @@ from piston.inspection.frames import Frame, Frames, camera_names, state_dims
 from piston.inspection.influence import Influence, influence
 from piston.inspection.inside import Inside, inside
 from piston.inspection.live import Comparison, compare
-from piston.inspection.live import verdicts as live_verdicts
+from piston.inspection.live_verdicts import live_verdicts
 from piston.inspection.occlusion import Occlusion, OcclusionMap
-from piston.inspection.open_loop import OpenLoop, open_loop, open_loop_verdicts
+from piston.inspection.open_loop import OpenLoop, open_loop
 from piston.inspection.probe import Intervention, Probe
 from piston.inspection.results import NOT_IN_JSON, Verdict, seed_spread
-from piston.inspection.verdicts import influence_verdicts
+from piston.inspection.verdicts import influence_verdicts, open_loop_verdicts, problems_first
 from piston.progress import Progress, no_progress
 
 logger = logging.getLogger(__name__)
@@ -146,7 +147,6 @@ def compute(
     cameras = [slot for slot in probe.pictures(shown[0]) if slot in known or not known]
     mapped = shown[: plan.maps]
     planned = {
-        "moments": len(shown),
         "influence": len(shown) * _num_questions(probe, shown[0]),
         "maps": len(mapped) * len(cameras) * plan.map_budget,
         **{f"episode {one}": _ALONG_EPISODE for one in along},
@@ -154,12 +154,14 @@ def compute(
     }
     steps = _Steps(planned, progress)
     _say_how_long(probe, shown[0], sum(planned.values()))
-    moments = _moments(probe, shown, steps.of("moments"))
     influenced = influence(probe, frames, chosen, steps.of("influence"))
-    found = _maps(policy, frames, mapped, cameras, plan.map_budget, steps.of("maps"))
+    maps: dict[int, tuple[OcclusionMap, ...]] = {}
+    if mapped and cameras:
+        occlusion = Occlusion(Probe(policy, range(_MAP_SEEDS)), frames, budget=plan.map_budget)
+        maps = dict(enumerate(_maps(occlusion, mapped, cameras, steps.of("maps"))))
     moments = tuple(
-        dataclasses.replace(moment, maps=tuple(found.get(number, ())))
-        for number, moment in enumerate(moments)
+        _moment(probe, frame, influenced.unchanged[number], maps.get(number, ()))
+        for number, frame in enumerate(shown)
     )
     followed = [open_loop(probe, frames, one, progress=steps.of(f"episode {one}")) for one in along]
     compared = None if live is None else compare(policy, frames, live, steps.of("live"))
@@ -168,7 +170,7 @@ def compute(
     verdicts += open_loop_verdicts(followed) if followed else []
     return Overview(
         about=_about(probe, frames, shown[0], name),
-        verdicts=tuple(sorted(verdicts, key=lambda one: one.severity != "problem")),
+        verdicts=tuple(problems_first(verdicts)),
         moments=moments,
         influence=influenced,
         open_loop=tuple(followed),
@@ -242,44 +244,30 @@ def _about(probe: Probe, frames: Frames, frame: Frame, name: str) -> About:
     )
 
 
-def _moments(probe: Probe, shown: Sequence[Frame], progress: Progress) -> tuple[Moment, ...]:
-    chunks = probe.ask([(frame, Intervention()) for frame in shown], progress)
-    expected = shown[0].recorded.shape
-    if chunks.shape[2:] != expected:
-        raise ValueError(
-            f"The policy's chunks are {chunks.shape[2:]} (steps, dimensions), the data set's "
-            f"{expected}: the data set is not of the policy's robot."
-        )
-    return tuple(
-        Moment(
-            episode=frame.episode,
-            frame=frame.frame,
-            prompt=frame.prompt,
-            pictures=probe.pictures(frame),
-            predicted=drawn.mean(0),
-            spread=seed_spread(drawn),
-            recorded=np.where(frame.is_real[:, None], frame.recorded, np.nan),
-        )
-        for frame, drawn in zip(shown, chunks, strict=True)
+def _moment(
+    probe: Probe, frame: Frame, chunks: Float[np.ndarray, "n h a"], maps: tuple[OcclusionMap, ...]
+) -> Moment:
+    frame.error(chunks)  # Raises ValueError if they cannot be compared.
+    return Moment(
+        episode=frame.episode,
+        frame=frame.frame,
+        prompt=frame.prompt,
+        pictures=probe.pictures(frame),
+        predicted=chunks.mean(0),
+        spread=seed_spread(chunks),
+        recorded=np.where(frame.is_real[:, None], frame.recorded, np.nan),
+        maps=maps,
     )
 
 
 def _maps(
-    policy: Policy,
-    frames: Frames,
-    shown: Sequence[Frame],
-    cameras: Sequence[str],
-    budget: int,
-    progress: Progress,
-) -> dict[int, list[OcclusionMap]]:
-    """Return the maps of each frame, in all cameras."""
-    if not shown or not cameras:
-        return {}
-    occlusion = Occlusion(Probe(policy, range(_MAP_SEEDS)), frames, budget=budget)
-    found: dict[int, list[OcclusionMap]] = {}
-    total = len(shown) * len(cameras)
-    for number, frame in enumerate(shown):
+    occlusion: Occlusion, shown: Sequence[Frame], cameras: Sequence[str], progress: Progress
+) -> Iterator[tuple[OcclusionMap, ...]]:
+    """Yield the maps of each frame, in all cameras."""
+    done = itertools.count(1)
+    for frame in shown:
+        found = []
         for camera in cameras:
-            found.setdefault(number, []).append(occlusion.map(frame, camera))
-            progress(sum(map(len, found.values())), total)
-    return found
+            found.append(occlusion.map(frame, camera))
+            progress(next(done), len(shown) * len(cameras))
+        yield tuple(found)

@@ -5,14 +5,19 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 from jaxtyping import Float
 
-Severity = Literal["problem", "remark"]
+from piston.rules import Rule, Severity
 
+T = TypeVar("T")
+
+# A state or an action with a smaller standard deviation does not move: its changes would be those
+# of rounding, and have no unit.
+NO_MOTION = 1e-5
 _DIGITS = 6
 # Metadata of a field that only pages show, such as pictures.
 NOT_IN_JSON = {"not in JSON": True}
@@ -22,7 +27,7 @@ NOT_IN_JSON = {"not in JSON": True}
 class Verdict:
     """One conclusion in a sentence, with the number that it rests on and the limit it was held to.
 
-    A `problem` is something to mend; a `remark` is worth knowing and may be intended.
+    A `problem` is something to fix; a `remark` is worth knowing and may be intended.
     """
 
     # For scripts: stays the same between versions, such as "camera-ignored".
@@ -33,6 +38,14 @@ class Verdict:
     sentence: str
     number: float
     threshold: float
+
+
+def judge(rules: Iterable[Rule[T]], measured: T) -> Iterator[Verdict]:
+    """Yield a verdict for each rule whose limit is exceeded, in the order of the rules."""
+    for rule in rules:
+        if numbers := rule.exceeded_by(measured):
+            subject, sentence = rule.texts(measured, *numbers)
+            yield Verdict(rule.kind, subject, rule.severity, sentence, *numbers)
 
 
 def seed_spread(chunks: Float[np.ndarray, "*_ n h a"]) -> Float[np.ndarray, "*_ h a"]:

@@ -15,9 +15,9 @@ from piston.files import write_text
 from piston.inference.policy import Policy
 from piston.inspection.frames import Frames
 from piston.inspection.influence import Influence
-from piston.inspection.occlusion import overlay
+from piston.inspection.occlusion import overlay_map
 from piston.inspection.overview import Moment, Overview, Plan, compute
-from piston.inspection.questions import ALL, Question
+from piston.inspection.questions import ALL, InputChange
 from piston.inspection.results import Verdict
 from piston.report.dataset import data_may_be_missing
 from piston.report.document import page_text
@@ -206,7 +206,7 @@ def _rows(found: Influence, input: str) -> dict[int, str]:
     }
 
 
-def _described(found: Influence, question: Question) -> str:
+def _described(found: Influence, question: InputChange) -> str:
     input, subject, change = question
     if input == "sentence":
         return _SENTENCES.get(change, change)
@@ -333,7 +333,7 @@ def _maps(overview: Overview, one: Moment) -> Iterator[Markup]:
     for found in one.maps:
         name = overview.about.cameras.get(found.camera, found.camera)
         text = f"{name}, episode {one.episode}, frame {one.frame}: {found.effect.max():.2g}"
-        yield picture(overlay(one.pictures[found.camera], found), text, _MAP)
+        yield picture(overlay_map(one.pictures[found.camera], found), text, _MAP)
 
 
 def moments(overview: Overview) -> Markup:

@@ -29,6 +29,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import numpy as np
 
 from piston_client.client import TRANSIENT
+from piston_client.codec import EXECUTED_STEPS
 from piston_client.limits import checked_actions, metadata_of
 from piston_client.worker import Worker
 
@@ -83,6 +84,11 @@ class _Plan:
         return {**self.result, "actions": self.actions[step].copy(), "chunk_step": step, **held}
 
 
+def _with_executed(observation: Mapping[str, Any], plan: _Plan | None) -> dict[str, Any]:
+    """Return a request that says how many steps of the chunk before it are past."""
+    return {**observation, EXECUTED_STEPS: 0 if plan is None else plan.step}
+
+
 class ActionChunkBroker:
     """Execute the first `execute_horizon` steps of a chunk (all of them by default), then ask."""
 
@@ -98,7 +104,7 @@ class ActionChunkBroker:
 
     def infer(self, observation: Mapping[str, Any]) -> dict[str, Any]:
         if self._plan is None or self._plan.step >= self._plan.horizon:
-            result = self.policy.infer(observation)
+            result = self.policy.infer(_with_executed(observation, self._plan))
             self._plan = _Plan(result, self.execute_horizon, self.default_share, before=self._plan)
         return self._plan.next_step()
 
@@ -131,7 +137,8 @@ class TemporalEnsemble:
     def infer(self, observation: Mapping[str, Any]) -> dict[str, Any]:
         if self._step % self.ask_every == 0:
             before = self._plans[-1] if self._plans else None
-            self._plans.append(_Plan(self.policy.infer(observation), None, 1.0, before=before))
+            result = self.policy.infer(_with_executed(observation, before))
+            self._plans.append(_Plan(result, None, 1.0, before=before))
         self._plans = [plan for plan in self._plans if len(plan.ahead)]
         if not self._plans:
             raise ValueError(
@@ -244,9 +251,9 @@ class AsyncChunkBroker(ActionChunkBroker):
         # In the worker, so that the policy never does two things at once.
         self._worker.submit(super().reset).result()
 
-    def _prepare(self, observation: dict[str, Any], plan: _Plan | None) -> dict[str, Any]:  # noqa: ARG002
+    def _prepare(self, observation: dict[str, Any], plan: _Plan | None) -> dict[str, Any]:
         """Return what to send while a plan is executed; None: at the start of an episode."""
-        return observation
+        return _with_executed(observation, plan)
 
     def _take_answer(self, wait: bool = False) -> None:
         """Switch to the next chunk if it has arrived, from the step that is next to execute."""
@@ -318,6 +325,7 @@ class RealTimeBroker(AsyncChunkBroker):
     def _prepare(self, observation: dict[str, Any], plan: _Plan | None) -> dict[str, Any]:
         num_ahead = 0 if plan is None else len(plan.ahead)
         kind, longest = self._kind(num_ahead)  # raises at once if the policy cannot do it
+        observation = super()._prepare(observation, plan)
         if plan is None or num_ahead == 0 or kind == "none":
             return observation
         # A chunk that came late may be at its first step: some step of it has to be executed.

@@ -31,7 +31,15 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 from websockets.frames import CloseCode
 from websockets.sync.client import ClientConnection, connect
 
-from piston_client.codec import BUSY, REQUEST_ID, ProtocolError, pack, shortened, unpack
+from piston_client.codec import (
+    BUSY,
+    EXECUTED_STEPS,
+    REQUEST_ID,
+    ProtocolError,
+    pack,
+    shortened,
+    unpack,
+)
 from piston_client.examples import example_observation
 
 if TYPE_CHECKING:
@@ -242,8 +250,12 @@ class Client:
             about.get("subtasks") for about in (self.metadata, *self._robots.values())
         ):
             extra["session"] = self._session
-        own = {REQUEST_ID: number} if self._has_numbers else {}
-        message = pack({**extra, **observation, **own})
+        request = {**extra, **observation}
+        if self._has_numbers:
+            request[REQUEST_ID] = number
+        else:  # another server might take it for a part of the observation
+            request.pop(EXECUTED_STEPS, None)
+        message = pack(request)
         try:
             websocket.send(message)
             reply = self._receive(websocket, deadline)

@@ -22,6 +22,8 @@ import numpy as np
 # The `type` of an error reply from a server whose queue is full.
 BUSY = "busy"
 REQUEST_ID = "request_id"
+# Of a request: how many steps of the chunk before it are past. The server records it.
+EXECUTED_STEPS = "executed_steps"
 
 _ARRAY, _SCALAR = b"__ndarray__", b"__npgeneric__"
 _SCALAR_KEYS = frozenset([_SCALAR, b"data", b"dtype"])
