@@ -14,7 +14,7 @@ CLIENT = Path(piston_client.__file__).parent
 # A file may use what stands in an earlier row, or in its own package; never what comes later.
 ROWS = (
     ("logs", "progress", "files", "suggestions", "signals", "extras", "llvm"),
-    ("observation", "assets", "serialization"),
+    ("observation", "assets", "serialization", "stages"),
     ("tokenizers",),
     ("transforms", "models"),
     ("config",),

@@ -53,7 +53,7 @@ PORT = 8050
 _NUM_PORTS = 20
 _PAGE = Path(__file__).with_name("page")
 # The page has the colours and the type of the reports, which the overview is one of.
-_STYLE = Path(__file__).parent.parent / "report" / "style.css"
+_STYLE = Path(__file__).parent.parent / "report" / "templates" / "style.css"
 _MAX_BODY_BYTES = 2**18
 _HEADERS = {
     "Content-Security-Policy": (
