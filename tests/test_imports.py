@@ -22,8 +22,9 @@ ROWS = (
     ("presets",),
     ("training", "inference"),
     ("serving", "sim"),
-    ("inspection",),
-    ("verification", "report"),
+    ("inspection", "verification"),
+    ("report",),
+    ("viewer",),
     ("cli",),
 )
 LEVEL = {name: level for level, row in enumerate(ROWS) for name in row}

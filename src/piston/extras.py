@@ -18,7 +18,7 @@ _PACKAGES = {
     "jax-weights": ("tensorstore",),
     "hdf5": ("h5py",),
     "gs": ("gcsfs",),
-    "inspect": ("starlette", "uvicorn"),
+    "view": ("starlette", "uvicorn"),
     # Piston's own dependencies: without one of them the installation is incomplete.
     "": (
         *("PIL", "av", "filelock", "fsspec", "huggingface_hub", "jaxtyping", "jinja2", "msgpack"),

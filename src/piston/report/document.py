@@ -47,6 +47,7 @@ def make_environment(*folders: Path) -> jinja2.Environment:
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        auto_reload=False,
     )
     environment.globals |= {"plot": plot, "small_plot": small_plot, "wide_plot": wide_plot}
     environment.tests["finite"] = math.isfinite

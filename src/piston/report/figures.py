@@ -201,7 +201,7 @@ def lay_out(
 def _path(x_places: np.ndarray, y_places: np.ndarray) -> str:
     """Return the commands of a path that is interrupted where a value is missing."""
     commands, command = [], "M"
-    for x, y in zip(x_places, y_places):
+    for x, y in zip(x_places.tolist(), y_places.tolist()):
         if not math.isfinite(y):
             command = "M"
             continue
