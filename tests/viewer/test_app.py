@@ -1,7 +1,6 @@
 """A page of one's own is one route and one template: the example of docs/extending.md."""
 
 import html.parser
-import re
 import runpy
 from pathlib import Path
 
@@ -12,22 +11,18 @@ from piston.viewer import make_app
 
 from .page_cases import fetch, serving_app
 
-PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "extending" / "runs.py"
 
 
 @pytest.fixture
 def example(tmp_path, monkeypatch):
     """The application of the example, with a run of which the name is not HTML."""
-    section = PAGE.read_text("utf-8").partition("## A page\n")[2].partition("\n## ")[0]
-    code, template = re.findall(r"^```(?:python|html)\n(.*?)^```$", section, re.M | re.S)
-    (tmp_path / "runs.py").write_text(code)
-    (tmp_path / "runs.html").write_text(template)
     run = tmp_path / "checkpoints" / "tiny" / "a & b"
     run.mkdir(parents=True)
     (run / "run.json").write_text("{}")
     (run / "metrics.jsonl").write_text('{"step": 4, "loss": 0.25}\n')
     monkeypatch.chdir(tmp_path)
-    return runpy.run_path(str(tmp_path / "runs.py"))["app"]
+    return runpy.run_path(str(EXAMPLE))["app"]
 
 
 class Text(html.parser.HTMLParser):
@@ -38,6 +33,11 @@ class Text(html.parser.HTMLParser):
 
     def handle_data(self, data):
         self.words += data.split()
+
+
+def test_the_documentation_shows_the_template():
+    page = (EXAMPLE.parents[2] / "docs" / "extending.md").read_text("utf-8")
+    assert f"```html\n{EXAMPLE.with_suffix('.html').read_text('utf-8')}```" in page
 
 
 def test_a_page_is_a_route_and_a_template(example, tmp_path):
