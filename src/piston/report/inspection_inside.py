@@ -6,6 +6,7 @@ Dims: l layers, r rows and c columns of patches, w words.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, UInt8
@@ -14,6 +15,7 @@ from PIL import Image
 
 from piston.inspection.inside import Attention, Inside
 from piston.report.document import render
+from piston.report.figures import percent
 from piston.report.prediction import denoising_figure
 
 # Layers that are shown as pictures, evenly spread; the table has all.
@@ -68,14 +70,18 @@ def overlay(
     return ((1 - 0.7 * mask) * grey + 0.7 * mask * _ORANGE).astype(np.uint8)
 
 
-def _shares(found: Attention, cameras: Mapping[str, str]) -> dict[str, Float[np.ndarray, " l"]]:
-    """Return the share of each kind of token in the attention of each layer."""
-    columns = {
+def _shares(found: Attention, cameras: Mapping[str, str]) -> dict[str, list[Any]]:
+    """Return a table of the layers with the share of each kind of token."""
+    kinds = {
         cameras.get(slot, slot).replace("_", " "): shares.sum((1, 2))
         for slot, shares in found.images.items()
     }
-    columns["words"] = found.of_words.sum(1)
+    kinds["words"] = found.of_words.sum(1)
     if found.of_state is not None:
-        columns["state"] = found.of_state
-    columns["actions themselves"] = found.of_actions
-    return columns
+        kinds["state"] = found.of_state
+    kinds["actions themselves"] = found.of_actions
+    rows = [
+        (f"layer {layer}", *(percent(shares[layer]) for shares in kinds.values()))
+        for layer in range(len(found.of_actions))
+    ]
+    return {"columns": ["", *kinds], "rows": rows}

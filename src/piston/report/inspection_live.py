@@ -27,19 +27,24 @@ def live_section(found: Comparison) -> Markup:
         found=found,
         cameras=[(camera, _distances(camera)) for camera in found.cameras],
         states=[_histogram(one) for one in found.dimensions],
-        rates={name: pair for name, pair in rates.items() if pair[1] is not None},
+        rates=[
+            (name, *("–" if value is None else f"{value:.3g}" for value in values))
+            for name, values in rates.items()
+            if values[1] is not None
+        ],
+        new_prompts=[(prompt, f"{share:.0%}") for prompt, share in found.new_prompts.items()],
     )
 
 
-def _distances(camera: Camera) -> dict[str, float]:
+def _distances(camera: Camera) -> dict[str, str]:
     """Return how far live pictures are from training, with the causes that explain it best."""
-    distances = {}
+    distances: dict[str, float] = {}
     if camera.distances:
         nearest = sorted(camera.distances.items(), key=lambda pair: pair[1])[:_NUM_CAUSES]
         distances = {AS_IT_IS: camera.distances[AS_IT_IS], **dict(nearest)}
     if camera.own_distance is not None:
         distances["training pictures among themselves"] = camera.own_distance
-    return distances
+    return {name: f"{distance:.1f}" for name, distance in distances.items()}
 
 
 def _histogram(dimension: Dimension) -> Markup:

@@ -32,15 +32,24 @@ def timings(
             "waiting for data, median": f"{np.median(run.curve('waiting_for_data')[1]):.1%}",
             "all steps": duration(run.training_seconds),
         }
+    latencies = [
+        (f"as the robot waited ({evaluation.name}, {evaluation.policy})", evaluation.latency_ms)
+        for evaluation in evaluations
+    ]
+    if prediction is not None:
+        about = f"{prediction.device}, {prediction.num_timed} requests"
+        name = f"in this page's process, one request at a time ({about})"
+        latencies.append((name, prediction.latency_ms))
     finished = [] if stages is None else stages.finished
-    if not (finished or measured or evaluations or prediction):
+    if not (finished or measured or latencies):
         raise Missing("nothing was measured yet. Train and evaluate the run.")
     return render(
         "timings.html",
         stages=finished,
         longest=max((stage["seconds"] for stage in finished), default=0.0) or 1.0,
         training=measured,
-        evaluations=evaluations,
-        prediction=prediction,
-        percentiles=PERCENTILES,
+        latency_columns=["a chunk of actions", *(f"{p} %" for p in PERCENTILES)],
+        latencies=[
+            (name, *(f"{times[f'p{p}']:,.0f} ms" for p in PERCENTILES)) for name, times in latencies
+        ],
     )

@@ -138,8 +138,8 @@ def _changed(before: Data, after: Data) -> dict[str, Any]:
     changed = [key for key in after if key not in before or not _same(before[key], after[key])]
     images = ((key, _as_image(after[key])) for key in changed)
     return {
-        "changed": [(key, *_described(after[key])) for key in changed],
-        "unchanged": [(key, *_described(after[key])) for key in after if key not in changed],
+        "changed": [_row(key, after[key]) for key in changed],
+        "unchanged": [_row(key, after[key]) for key in after if key not in changed],
         "dropped": [key for key in before if key not in after],
         "images": [(key, pixels) for key, pixels in images if pixels is not None],
     }
@@ -155,8 +155,8 @@ def _as_image(value: Any) -> UInt8[np.ndarray, "h w 3"] | None:
     return np.ascontiguousarray(np.moveaxis(pixels, 0, -1)) if pixels.shape[0] == 3 else None
 
 
-def _described(value: Any) -> tuple[str, str, str]:
-    """Return type, shape and range of values."""
+def _row(key: str, value: Any) -> tuple[str, str, str, str]:
+    """Return the key with type, shape and range of values."""
     array = np.asarray(value)
     kind, text = str(array.dtype), repr(value)
     if array.dtype.kind in "US":
@@ -166,7 +166,8 @@ def _described(value: Any) -> tuple[str, str, str]:
     elif array.dtype.kind in "iuf" and array.size:
         text = f"{array.min():.4g} … {array.max():.4g}" if array.ndim else f"{array.item():.5g}"
 
-    return kind, " × ".join(map(str, array.shape)) or "–", shortened(text, _LONGEST_TEXT)
+    shape = " × ".join(map(str, array.shape)) or "–"
+    return Markup("<code>{}</code>").format(key), kind, shape, shortened(text, _LONGEST_TEXT)
 
 
 def _same(one: Any, other: Any) -> bool:
