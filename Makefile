@@ -14,7 +14,7 @@ CONSTRAINTS ?= constraints.txt
 # torch is not in it: which build one gets (CPU or CUDA) depends on the machine's package index.
 LOCK ?=
 
-# Checks the types in the JavaScript of the inspector's page; the page itself needs no build.
+# Checks the types in the JavaScript of the viewer's pages; the page itself needs no build.
 TSC := npx --yes --package typescript@5.9.3 tsc
 
 # Compiled test files are kept, so that a second run starts at once.
@@ -71,8 +71,8 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy --python-version 3.10 packages/piston-client/src
-	@if $(TSC) --version >/dev/null 2>&1; then $(TSC) --project src/piston/inspection/page; else \
-	    echo "Skipped: the types of src/piston/inspection/page need Node.js and the npm registry."; fi
+	@if $(TSC) --version >/dev/null 2>&1; then $(TSC) --project src/piston/viewer/static; else \
+	    echo "Skipped: the types of src/piston/viewer/static need Node.js and the npm registry."; fi
 
 bench: setup
 	$(BIN)/python benchmarks/stats.py

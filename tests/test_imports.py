@@ -25,7 +25,7 @@ ROWS = (
         "rules",
         "llvm",
     ),
-    ("observation", "assets", "serialization"),
+    ("observation", "assets", "serialization", "stages"),
     ("tokenizers",),
     ("transforms", "models"),
     ("config",),
@@ -33,8 +33,9 @@ ROWS = (
     ("presets",),
     ("training", "inference"),
     ("serving", "sim"),
-    ("inspection",),
-    ("verification", "report"),
+    ("inspection", "verification"),
+    ("report",),
+    ("viewer",),
     ("cli",),
 )
 LEVEL = {name: level for level, row in enumerate(ROWS) for name in row}

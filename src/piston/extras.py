@@ -18,12 +18,12 @@ _PACKAGES = {
     "jax-weights": ("tensorstore",),
     "hdf5": ("h5py",),
     "gs": ("gcsfs",),
-    "inspect": ("starlette", "uvicorn"),
+    "view": ("starlette", "uvicorn"),
     # Piston's own dependencies: without one of them the installation is incomplete.
     "": (
-        *("PIL", "av", "filelock", "fsspec", "huggingface_hub", "jaxtyping", "msgpack", "numpy"),
-        *("piston_client", "pyarrow", "rich", "safetensors", "sentencepiece", "tokenizers"),
-        *("torch", "tyro", "websockets"),
+        *("PIL", "av", "filelock", "fsspec", "huggingface_hub", "jaxtyping", "jinja2", "msgpack"),
+        *("numpy", "piston_client", "pyarrow", "rich", "safetensors", "sentencepiece"),
+        *("tokenizers", "torch", "tyro", "websockets"),
     ),
 }
 _EXTRAS = {package: extra for extra, packages in _PACKAGES.items() for package in packages}

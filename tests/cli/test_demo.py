@@ -19,7 +19,7 @@ from piston.cli import demo, main
 from piston.cli.demo import PLANS, STATE, DemoPlan, begin
 from piston.cli.sim import EvalArguments
 from piston.cli.train import parse
-from piston.report.timings import LARGEST_PROCESS, Stages, read_stages
+from piston.stages import LARGEST_PROCESS, Stages, read_stages
 
 JOB = {"demo": "tested", "seed": 0}
 needs_proc = pytest.mark.skipif(

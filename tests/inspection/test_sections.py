@@ -103,7 +103,7 @@ def test_written_tokens_are_shown_as_text():
     result = Inside(3, 5, {}, written=(token,) * 50)
     shown = checked(inside_section(result, JOINTS, {}))
     assert "&lt;eos&gt;" in shown
-    assert "code 7&#x27; 25 %" in shown
+    assert "code 7&#39; 25 %" in shown
     assert "10 more tokens" in shown
 
 

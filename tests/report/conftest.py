@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from piston.report.page import write_report
-from piston.report.timings import Stages
+from piston.stages import Stages
 from piston.training.loop import train_loop
 
 from . import cases

@@ -7,9 +7,9 @@ import pytest
 from PIL import Image
 
 from piston.report import evaluation
-from piston.report.timings import Stages, read_stages
 from piston.report.training import read_run
 from piston.sim.scores import read_evaluation
+from piston.stages import Stages, read_stages
 
 from . import cases
 

@@ -29,8 +29,8 @@ from rich.markup import escape
 from piston.cli.command import Command, named
 from piston.cli.console import console, fail, table
 from piston.files import read_json_lines
-from piston.report.timings import LARGEST_PROCESS, Stages, read_stages
 from piston.signals import exit_on_sigterm
+from piston.stages import LARGEST_PROCESS, Stages, read_stages
 from piston.suggestions import did_you_mean
 
 # Its presence says that a folder is a demo's own, whose contents the next one may delete.

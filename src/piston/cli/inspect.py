@@ -51,7 +51,7 @@ class InspectArguments:
     json: Path | None = None
     # Where the page is served; by default for this computer only.
     host: str = "127.0.0.1"
-    # By default the first free one from 8050 on.
+    # By default 8050, or any free one where that is taken.
     port: int | None = None
     # Open the page in a browser.
     browser: bool = True
@@ -76,7 +76,8 @@ def inspect(arguments: InspectArguments) -> None:
     listener = None
     if arguments.html is None and arguments.json is None:
         # The extra that is missing, or the port that is taken, is told before minutes of work.
-        from piston.inspection.server import listen, run
+        from piston.viewer import listen, run
+        from piston.viewer.inspector import make_inspector
 
         listener = listen(arguments.host, arguments.port)
     policy = _load(arguments)
@@ -100,9 +101,9 @@ def inspect(arguments: InspectArguments) -> None:
         console().print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)", highlight=False)
     if not written:
         title = f"{arguments.checkpoint}, {overview.about.data}"
-        where: dict[str, Any] = {"host": arguments.host, "listener": listener}
-        page = inspection_page(overview)
-        if not run(policy, frames, page, title=title, open_browser=arguments.browser, **where):
+        overview_html = inspection_page(overview)
+        app = make_inspector(policy, frames, overview_html, title=title, host=arguments.host)
+        if not run(app, host=arguments.host, listener=listener, open_browser=arguments.browser):
             # A thread is still inside torch, which would abort an ordinary exit.
             logging.shutdown()
             os._exit(0)

@@ -8,25 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from markupsafe import Markup
 
 from piston.files import read_json_object
 from piston.progress import shortened
+from piston.report.document import Missing, render, small_plot
 from piston.report.evaluation import find_evaluations
-from piston.report.markup import (
-    Line,
-    Markup,
-    Missing,
-    duration,
-    figure,
-    is_wide,
-    join,
-    multiples,
-    note,
-    small_plot,
-    table,
-    tag,
-)
-from piston.report.training import Run, action_error, wide_plot
+from piston.report.figures import Line, duration, is_wide
+from piston.report.training import Run, action_error
 from piston.training.run import CONFIG, UNCOMPARED
 from piston.transforms import flatten_dict
 
@@ -34,15 +23,7 @@ MAX_RUNS = 8  # as many colours are easy to distinguish
 _LONGEST_VALUE = 100
 Runs = Mapping[str, Run]  # by the shortest name that distinguishes them
 
-_CURVES = {
-    "loss": "The loss in training, each point the mean since the one before. Lower is better.",
-    "validation/loss": "The loss on episodes that are held out of training. Lower is better.",
-    "validation/action_error": "The action error: {action_error}",
-}
-_HOW_TO_READ = (
-    "All curves are over the steps: runs with another batch size have seen another number of "
-    "samples at the same step. Only losses of the same kind of model on the same data compare."
-)
+_CURVES = ("loss", "validation/loss", "validation/action_error")
 
 
 def common_folder(folders: Sequence[Path]) -> Path:
@@ -93,31 +74,23 @@ def results(runs: Runs) -> Markup:
     header = list(dict.fromkeys(column for row in cells.values() for column in row))
     header = [column for column in header if any(row.get(column) for row in cells.values())]
     rows = [
-        [join([tag("i", class_=look), name]), *(cells[name].get(c) or "–" for c in header)]
+        (look, name, [cells[name].get(column) or "–" for column in header])
         for look, name in _entries(runs)
     ]
-    text = (
-        "The last value of each measurement. Success rates are of the evaluations in the runs' "
-        "folders, with their 95 % intervals: where intervals overlap much, the difference may be "
-        "chance."
-    )
-    return join([note(text), table(("run", *header), rows, class_="numbers names")])
+    return render("results.html", header=header, rows=rows)
 
 
 def curves(runs: Runs) -> Markup:
     """Return the section with the curves of all runs over each other."""
-    figures: list[Markup] = []
-    for name, text in _CURVES.items():
+    drawn: dict[str, tuple[list[Line], bool]] = {}
+    for name in _CURVES:
         found = [(look, label, runs[label].curve(name)) for look, label in _entries(runs)]
         lines = [Line(*curve, look, label) for look, label, curve in found if len(curve[0])]
         if lines:
-            log = is_wide(np.concatenate([line.y for line in lines]))
-            y_label = name + " (log)" * log
-            caption = text.format(action_error=action_error(runs.values()))
-            figures.append(figure(caption, wide_plot(lines, 260, y_label, log=log)))
-    if not figures:
+            drawn[name] = (lines, is_wide(np.concatenate([line.y for line in lines])))
+    if not drawn:
         raise Missing("no run has logged a loss yet.")
-    return join([note(_HOW_TO_READ), *figures])
+    return render("curves.html", curves=drawn, action_error=action_error(runs.values()))
 
 
 def error_per_dim(runs: Runs) -> Markup:
@@ -130,11 +103,12 @@ def error_per_dim(runs: Runs) -> Markup:
         found = ((look, runs[label].error_per_dim.get(dim)) for look, label in _entries(runs))
         lines = [Line(*curve, look) for look, curve in found if curve is not None]
         figures.append(small_plot(dim, lines, "step", from_zero=True))
-    text = (
-        f"The action error of each dimension over the steps: {action_error(runs.values())} Each "
-        "axis begins at 0 and has its own end."
+    return render(
+        "error_per_dim.html",
+        action_error=action_error(runs.values()),
+        looks=_entries(runs),
+        figures=figures,
     )
-    return multiples(text, _entries(runs), figures)
 
 
 def settings(runs: Runs) -> Markup:
@@ -142,12 +116,12 @@ def settings(runs: Runs) -> Markup:
     values = [_settings(run) for run in runs.values()]
     keys = list(dict.fromkeys(key for one in values for key in one))
     different = [key for key in keys if len({one.get(key, "–") for one in values}) > 1]
-    if not different:
-        return note("The runs have the same settings.")
-    rows = [[tag("code", key), *(one.get(key, "–") for one in values)] for key in different]
-    header = ("setting", *(join([tag("i", class_=look), name]) for look, name in _entries(runs)))
-    text = f"{len(different)} of {len(keys)} settings differ. “–” is a setting that a run lacks."
-    return join([note(text), table(header, rows, class_="names")])
+    return render(
+        "settings.html",
+        num_keys=len(keys),
+        looks=_entries(runs),
+        rows=[(key, [one.get(key, "–") for one in values]) for key in different],
+    )
 
 
 def _settings(run: Run) -> dict[str, str]:

@@ -12,30 +12,21 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import UInt8
+from markupsafe import Markup
 
 from piston.config import DataConfig
 from piston.data.dataset import LeRobotDataset
 from piston.data.pipeline import Source, open_sources, split_sources
 from piston.progress import shortened
-from piston.report.markup import (
-    Line,
-    Markup,
-    Missing,
-    duration,
-    figure,
-    join,
-    note,
-    picture,
-    plot,
-    table,
-    tag,
-)
+from piston.report.document import Missing, render
+from piston.report.figures import Line, duration
 from piston.report.training import Run
 
 logger = logging.getLogger(__name__)
 
 _MAX_TEXTS, _LONGEST_TEXT = 12, 120
-_NUM_FIRST_FRAMES, _THUMBNAIL = 4, 160
+_NUM_FIRST_FRAMES = 4
 _MAX_BINS = 30
 _PREFIX = "observation.images."  # of LeRobot's names of cameras
 
@@ -94,13 +85,26 @@ def dataset(run: Run, sets: Sequence[Source]) -> Markup:
             if not pipeline.has_actions
         ]
         first_frames = [
-            _first_frames(one.source, f" of {one.name}" if len(robots) > 1 else "")
+            (f" of {one.name}" if len(robots) > 1 else "", *_first_frames(one.source))
             for one in robots
+            if one.source.cameras
         ]
-    header = ("data set", "episodes", "held out", "frames", "time", "frames/s", "robot", "format")
     recorded = [one.source for one in robots]
-    shown = [table(header, rows, class_="numbers names"), _tasks(recorded), _subtasks(robots)]
-    return join([*shown, _lengths(recorded), *first_frames])
+    tasks = Counter(task for one in recorded for episode in one.episodes for task in episode.tasks)
+    labelled = [one.source for one in robots if one.pipeline.subtasks]
+    subtasks: Counter[str] = Counter()
+    for source in labelled:
+        subtasks.update(source.frames_per_subtask)
+    return render(
+        "dataset.html",
+        rows=rows,
+        tasks=_most_common("task", tasks),
+        subtasks=_most_common("subtask", subtasks) if labelled else None,
+        unlabelled=sum(map(len, labelled)) - subtasks.total(),
+        num_questions=sum(len(source.questions) for source in labelled),
+        lengths=_lengths(recorded),
+        first_frames=first_frames,
+    )
 
 
 def _name(pipeline: DataConfig) -> str:
@@ -134,74 +138,41 @@ def _facts(one: RobotSet) -> list[str]:
     ]
 
 
-def _tasks(sets: Sequence[LeRobotDataset]) -> Markup:
-    counts = Counter(task for one in sets for episode in one.episodes for task in episode.tasks)
-    return _counted("task", "episodes", counts)
-
-
-def _subtasks(sets: Sequence[RobotSet]) -> Markup | None:
-    """Return the subtasks that the policy learns to write, if it does, and how many questions."""
-    labelled = [one.source for one in sets if one.pipeline.subtasks]
-    if not labelled:
-        return None
-    counts: Counter[str] = Counter()
-    for source in labelled:
-        counts.update(source.frames_per_subtask)
-    unlabelled = sum(map(len, labelled)) - counts.total()
-    text = f"{unlabelled:,} frames have no subtask; the policy learns no text from them. "
-    asked = sum(len(source.questions) for source in labelled)
-    more = f"The sets with subtasks also have {asked:,} questions about their pictures."
-    notes = text * bool(unlabelled) + more * bool(asked)
-    return join([_counted("subtask", "frames", counts), note(notes) if notes else None])
-
-
-def _counted(what: str, unit: str, counts: Counter[str]) -> Markup:
-    """Return a table of the texts that occur most often."""
+def _most_common(unit: str, counts: Counter[str]) -> tuple[int, list[tuple[str, str]]]:
+    """Return how many texts there are, and rows of those that occur most often."""
     rows = [
         (shortened(text, _LONGEST_TEXT), f"{n:,}") for text, n in counts.most_common(_MAX_TEXTS)
     ]
     if len(counts) > _MAX_TEXTS:
         rest = counts.most_common()[_MAX_TEXTS:]
-        rows.append((f"{len(rest):,} other {what}s", f"{sum(n for _, n in rest):,}"))
-    title = tag("h3", f"{len(counts):,} {what}{'s' * (len(counts) != 1)}")
-    return join([title, table((what, unit), rows, class_="numbers")])
+        rows.append((f"{len(rest):,} other {unit}s", f"{sum(n for _, n in rest):,}"))
+    return len(counts), rows
 
 
-def _lengths(sets: Sequence[LeRobotDataset]) -> Markup:
-    """Return a histogram of the episodes' lengths, or the length if all have the same."""
+def _lengths(sets: Sequence[LeRobotDataset]) -> tuple[list[float], Line | None]:
+    """Return the shortest, median and longest episode, and a histogram if they differ."""
     seconds = np.array([episode.length / one.fps for one in sets for episode in one.episodes])
-    low, middle, high = np.percentile(seconds, (0, 50, 100))
-    if low == high:
-        return note(f"Every episode lasts {duration(low)}.")
+    quantiles = np.percentile(seconds, (0, 50, 100)).tolist()
+    if quantiles[0] == quantiles[-1]:
+        return quantiles, None
     counts, edges = np.histogram(seconds, bins=min(_MAX_BINS, max(5, len(seconds) // 3)))
     # The outline of the bars, from the axis and back to it.
-    x, y = np.repeat(edges, 2), np.concatenate([[0], np.repeat(counts, 2), [0]])
-    caption = (
-        f"How long the episodes are: from {duration(low)} to {duration(high)}, half of them at "
-        f"most {duration(middle)}. The height of a bar is the number of episodes. Single very "
-        "short or long episodes may be failed recordings: watch them before you train on them."
-    )
-    drawn = plot([Line(x, y, "bars")], 960, 160, "length in seconds", "episodes", num_ticks=(8, 3))
-    return join([tag("h3", "Lengths"), figure(caption, tag("div", drawn, class_="scrolls wide"))])
+    outline = np.concatenate([[0], np.repeat(counts, 2), [0]])
+    return quantiles, Line(np.repeat(edges, 2), outline, "bars")
 
 
-def _first_frames(source: LeRobotDataset, of: str) -> Markup | None:
-    if not source.cameras:
-        return None
+def _first_frames(
+    source: LeRobotDataset,
+) -> tuple[int, list[tuple[str, UInt8[np.ndarray, "_ _ 3"]]]]:
+    """Return how many episodes are shown, and their first frames with a text each."""
     count = min(_NUM_FIRST_FRAMES, len(source.episodes))
-    pictures = []
+    frames = []
     for position in np.linspace(0, len(source.episodes) - 1, count).round().astype(int).tolist():
         index = source.episodes[position].index
-        frames = source.frame(int(source.episode_bounds[position, 0]))
-        pictures += [
-            picture(pixels, f"{camera.removeprefix(_PREFIX)}, episode {index}", _THUMBNAIL)
-            for camera, pixels in frames.items()
+        images = source.frame(int(source.episode_bounds[position, 0]))
+        frames += [
+            (f"{camera.removeprefix(_PREFIX)}, episode {index}", pixels)
+            for camera, pixels in images.items()
         ]
     source.close()
-    caption = (
-        f"The first frame of {count} episode{'s' * (count > 1)}{of}, from each camera that the "
-        "policy uses. The scene should differ between episodes as much as the policy has to cope "
-        "with."
-    )
-    strip = tag("div", *pictures, class_="thumbnails")
-    return join([tag("h3", f"First frames{of}"), figure(caption, strip)])
+    return count, frames

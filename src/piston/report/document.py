@@ -1,19 +1,108 @@
-"""Put sections together to one HTML file that opens anywhere."""
+"""Sections, made from the templates in `templates/`, and the page of them in one file.
+
+A section is a function that computes its numbers and gives them to a template with `render`; it
+raises `Missing` if there is nothing to show. What templates use besides Jinja2's own filters is in
+`_environment`.
+"""
 
 from __future__ import annotations
 
 import datetime
+import functools
+import math
 import platform
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+import jinja2
+from markupsafe import Markup
 
 import piston
 from piston.files import write_text
-from piston.report.markup import Markup, Missing, lone_tag, note, tag
+from piston.report import figures
 
+TEMPLATES = Path(__file__).with_name("templates")
 T = TypeVar("T")
+
+
+class Missing(Exception):
+    """Why a section is not shown, and how to get it."""
+
+
+class Card(NamedTuple):
+    """One of the headline numbers of a page."""
+
+    title: str
+    number: str
+    remark: str
+
+
+def make_environment(*folders: Path) -> jinja2.Environment:
+    """Return an environment with the templates of these folders, then those of the reports."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([*folders, TEMPLATES]),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        auto_reload=False,
+    )
+    environment.globals |= {"plot": plot, "small_plot": small_plot, "wide_plot": wide_plot}
+    environment.tests["finite"] = math.isfinite
+    environment.filters |= {
+        "at": "{:.1f}".format,
+        "duration": figures.duration,
+        "data_uri": figures.data_uri,
+        "effect": figures.effect,
+        "percent": figures.percent,
+        "png": figures.png,
+        "repr": repr,
+        "short": figures.short,
+        "spoken": figures.spoken,
+        "two_digits": figures.two_digits,
+    }
+    return environment
+
+
+_environment = functools.cache(make_environment)
+
+
+def render(template: str, /, **values: Any) -> Markup:
+    return Markup(_environment().get_template(template).render(**values))
+
+
+def plot(lines: Sequence[figures.Line], *args: Any, **options: Any) -> Markup:
+    """Draw curves in one frame, with a legend if several have names; see `figures.lay_out`."""
+    return render("plot.html", drawn=figures.lay_out(lines, *args, **options))
+
+
+def wide_plot(lines: Sequence[figures.Line], height: float, y_label: str, **axis: bool) -> Markup:
+    """Draw a plot over the steps that is as wide as the page and scrolls on narrow screens."""
+    ticks = (6, 4 if height > 200 else 3)
+    return Markup('<div class="scrolls wide">{}</div>').format(
+        plot(lines, 960, height, "step", y_label, markers=True, num_ticks=ticks, **axis)
+    )
+
+
+def small_plot(
+    name: str,
+    lines: Sequence[figures.Line],
+    x_label: str = "seconds",
+    *,
+    value: str = "",
+    widest: float = 0.0,
+    min_span: float = 0.0,
+    from_zero: bool = False,
+) -> Markup:
+    """Draw the figure of one action dimension; `widest` is the largest range of all of them."""
+    # Curves that have names are in the legend of all plots.
+    lines = [line._replace(name="") for line in lines]
+    least = max(figures.LEAST_SHARE * widest, min_span)
+    options: dict[str, Any] = {"min_span": least, "from_zero": from_zero, "num_ticks": (4, 3)}
+    drawn = figures.lay_out(lines, 280, 150, x_label, **options)
+    return render("small_plot.html", name=name, value=value, drawn=drawn)
 
 
 def attempt(make: Callable[..., T], *arguments: Any) -> T | Missing:
@@ -31,7 +120,7 @@ def write_page(
     out: Path,
     title: str,
     subtitle: str,
-    cards: Sequence[Markup],
+    cards: Sequence[Card],
     sections: Mapping[str, Markup | Missing],
 ) -> Path:
     """Write a page with links to its sections; those that are missing are named at its end."""
@@ -42,33 +131,26 @@ def write_page(
 def page_text(
     title: str,
     subtitle: str,
-    cards: Sequence[Markup],
+    cards: Sequence[Card],
     sections: Mapping[str, Markup | Missing],
 ) -> str:
     """Return the same page as text."""
-    links, shown = [], []
     without: dict[str, list[str]] = {}  # reason → sections
     for name, section in sections.items():
         if isinstance(section, Missing):
             without.setdefault(str(section), []).append(name)
-            continue
-        anchor = re.sub(r"\W+", "-", name.lower())
-        links.append(tag("a", name, href=f"#{anchor}"))
-        shown.append(tag("section", tag("h2", name), section, id=anchor))
-    for reason, names in without.items():
-        absent = tag("b", ", ".join(names))
-        shown.append(tag("p", absent, f" left out: {reason}", class_="missing"))
-    header = tag("header", tag("h1", title), note(subtitle), tag("nav", *links))
-    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    made = f"This page was made by Piston {piston.__version__} on {platform.node()}, {date}."
-    body = tag("main", header, tag("div", *cards, class_="cards"), *shown, tag("footer", made))
-    head = tag(
-        "head",
-        lone_tag("meta", charset="utf-8"),
-        lone_tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        # Nothing is ever fetched: no icon either.
-        lone_tag("link", rel="icon", href="data:,"),
-        tag("title", title),
-        tag("style", Markup(Path(__file__).with_name("style.css").read_text("utf-8"))),
+    return render(
+        "report.html",
+        title=title,
+        subtitle=subtitle,
+        cards=cards,
+        sections=[
+            (re.sub(r"\W+", "-", name.lower()), name, section)
+            for name, section in sections.items()
+            if not isinstance(section, Missing)
+        ],
+        without=without,
+        version=piston.__version__,
+        machine=platform.node(),
+        date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
-    return "<!doctype html>\n" + tag("html", head, tag("body", body), lang="en")

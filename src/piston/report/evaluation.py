@@ -8,22 +8,11 @@ from pathlib import Path
 
 import av
 import numpy as np
+from markupsafe import Markup
 from PIL import Image, ImageDraw
 
-from piston.report.markup import (
-    Line,
-    Markup,
-    Missing,
-    figure,
-    join,
-    legend,
-    mp4,
-    multiples,
-    note,
-    small_plot,
-    table,
-    tag,
-)
+from piston.report.document import Missing, render, small_plot
+from piston.report.figures import Line
 from piston.sim.scores import RESULTS, Evaluation, Outcome, Rate, Trace, read_evaluation
 
 _ENDINGS = {
@@ -51,35 +40,14 @@ def find_evaluations(run: Path, given: Sequence[Path] = ()) -> list[Evaluation]:
 
 def success(evaluations: Sequence[Evaluation]) -> Markup:
     """Return the section with the outcome of every episode."""
-    parts = [legend((f"cell {look}", text) for look, text in _ENDINGS.items())]
+    found = []
     for evaluation in evaluations:
-        facts = (
-            f"{evaluation.task}: the task was solved in {evaluation.success} of the episodes; in "
-            f"{evaluation.held} it was still solved at the end. A cell is an episode, its number "
-            "the seed of the initial state; pointing at it shows more. Policy "
-            f"{evaluation.policy}, {evaluation.execute_horizon} steps of each chunk executed. "
-            f"{_delayed(evaluation)}In parentheses: 95 % Wilson intervals."
-        )
-        if evaluation.opposite:
-            facts = (
-                "Here the sentence asked for the opposite of what is counted: a cell marked as "
-                "failure is an episode in which the robot did not do what it was not asked for. "
-                "The other evaluation has the same initial states with the sentence that is "
-                "counted. "
-            ) + facts
-        if len(evaluations) > 1:
-            parts.append(tag("h3", evaluation.name))
-        parts.append(note(facts))
-        for prompt, outcomes in evaluation.by_prompt.items():
-            if len(evaluation.by_prompt) > 1:
-                rate = tag("span", Rate.of(outcomes), class_="quiet-text")
-                parts.append(tag("h4", f"“{prompt}” ", rate))
-            cells = []
-            for outcome in outcomes:
-                look, text = f"cell {_ending(outcome)}", _described(outcome)
-                cells.append(tag("span", outcome.seed, class_=look, title=text))
-            parts.append(tag("div", *cells, class_="seeds"))
-    return join(parts)
+        prompts = [
+            (prompt, Rate.of(outcomes), [(one, _ending(one), _described(one)) for one in outcomes])
+            for prompt, outcomes in evaluation.by_prompt.items()
+        ]
+        found.append((evaluation, _delayed(evaluation), prompts))
+    return render("success.html", endings=_ENDINGS, evaluations=found)
 
 
 # What a robot does while its policy computes.
@@ -101,7 +69,7 @@ def _delayed(evaluation: Evaluation) -> str:
     return (
         f"The robot {did} {steps} between a request and its answer; the largest change of an "
         f"action from one step to the next was {jump:.3f} onto a new chunk and {inner:.3f} within "
-        "chunks, on average. "
+        "chunks, on average."
     )
 
 
@@ -120,16 +88,17 @@ def videos(evaluations: Sequence[Evaluation]) -> Markup:
     filmed = [evaluation for evaluation in evaluations if evaluation.videos]
     if not filmed:
         raise Missing("there are no videos. Evaluate with: piston eval … --video")
-    options = dict.fromkeys(("controls", "muted", "loop", "autoplay", "playsinline"), True)
-    parts = []
-    for evaluation in filmed:
-        films = []
-        for path in evaluation.videos:
-            caption = tag("figcaption", _described(evaluation.outcome_of(path)))
-            films.append(tag("figure", tag("video", src=mp4(path), **options), caption))
-        parts.append(tag("h3", evaluation.name) if len(filmed) > 1 else None)
-        parts.append(tag("div", *films, class_="films"))
-    return join(parts)
+    films = [
+        (
+            evaluation.name,
+            [
+                (path.read_bytes(), _described(evaluation.outcome_of(path)))
+                for path in evaluation.videos
+            ],
+        )
+        for evaluation in filmed
+    ]
+    return render("videos.html", evaluations=films)
 
 
 def executed(evaluations: Sequence[Evaluation]) -> Markup:
@@ -139,13 +108,6 @@ def executed(evaluations: Sequence[Evaluation]) -> Markup:
     if result is None or trace is None:
         raise Missing("the evaluation was written by a version that did not keep the actions.")
     horizon = trace.chunks.shape[1]
-    text = (
-        f"Seed {trace.seed} of {result.task}: each of the {len(trace.starts)} chunks as it was "
-        f"predicted ({horizon} steps), from the moment of its request, and what was "
-        f"executed ({result.execute_horizon} steps of each), in the robot's units. Where the end "
-        "of a chunk and the beginning of the next one agree, the policy kept to its plan; jumps "
-        "there make the robot jerk."
-    )
     widest = float(np.ptp(trace.executed, axis=0).max())
     figures = []
     for dim, done in enumerate(trace.executed.T):
@@ -155,12 +117,18 @@ def executed(evaluations: Sequence[Evaluation]) -> Markup:
         ]
         lines.append(Line(np.arange(len(done)) / trace.hz, done, "ink"))
         figures.append(small_plot(trace.names[dim], lines, widest=widest))
-    drawn = multiples(text, [("ink", "executed"), ("accent", "predicted")], figures)
-    return join([drawn, _subtasks(trace)])
+    return render(
+        "executed.html",
+        trace=trace,
+        result=result,
+        horizon=horizon,
+        figures=figures,
+        subtasks=_subtasks(trace),
+    )
 
 
-def _subtasks(trace: Trace) -> Markup | None:
-    """Return a table of the subtasks along the episode, if the policy has any."""
+def _subtasks(trace: Trace) -> list[tuple[str, int, str]]:
+    """Return a row for each of the subtasks along the episode, if the policy has any."""
     rows, first = [], 0
     ends = [*trace.starts[1:], len(trace.executed)]
     for subtask, chunks in itertools.groupby(trace.subtasks):
@@ -168,15 +136,7 @@ def _subtasks(trace: Trace) -> Markup | None:
         begin, end = (step / trace.hz for step in (trace.starts[first], ends[first + count - 1]))
         rows.append((f"{begin:.1f} – {end:.1f} s", count, subtask or "–"))
         first += count
-    if not rows:
-        return None
-    text = (
-        "The subtasks that the policy wrote before its actions, or went on with: each row is a "
-        "time within the episode, and how many chunks in a row had the same text. They should "
-        "follow what is seen in the video; a policy that goes back and forth is not sure what "
-        "comes next."
-    )
-    return figure(text, table(("seconds", "chunks", "subtask"), rows, class_="names"))
+    return rows
 
 
 def write_animation(path: Path, evaluations: Sequence[Evaluation]) -> None:

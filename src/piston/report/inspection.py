@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
+from markupsafe import Markup
 
 from piston.files import write_text
 from piston.inference.policy import Policy
@@ -20,37 +22,19 @@ from piston.inspection.overview import Moment, Overview, Plan, compute
 from piston.inspection.questions import ALL, InputChange
 from piston.inspection.results import Verdict
 from piston.report.dataset import data_may_be_missing
-from piston.report.document import page_text
+from piston.report.document import Card, page_text, render, small_plot
+from piston.report.figures import Line, short
 from piston.report.inspection_inside import inside_section
 from piston.report.inspection_live import live_section
 from piston.report.inspection_open_loop import open_loop_section
-from piston.report.markup import (
-    Line,
-    Markup,
-    card,
-    figure,
-    join,
-    legend,
-    multiples,
-    note,
-    picture,
-    short,
-    small_plot,
-    table,
-    tag,
-)
 from piston.sim.scores import Evaluation
 
-_PICTURE, _MAP = 160, 320
 # Of the moments, the actions that move most are shown.
 _NUM_DIMS = 6
 _NUM_STRONGEST = 6
 # In the report of a run, which has to be quick.
 _SHORT = Plan(frames=3, seeds=4, maps=1, map_budget=80, episodes=0, inside=False)
 _MAX_FAILURES = 6
-# A cell has its full colour from this many spreads on (without noise: standard deviations).
-_FULL_COLOUR = 5.0
-_SMALL = 0.01
 _STEPS = "step of the chunk"
 _CHANGES = {
     "off": "taken out of attention",
@@ -103,98 +87,77 @@ def why(policy: Policy, evaluations: Sequence[Evaluation]) -> Markup:
     with data_may_be_missing():
         frames = Frames.open(policy, policy.data.repo_id or "", policy.data.episodes)
         overview = compute(policy, frames, plan=_SHORT)
-    # In a mixture, the first robot's.
-    robot = note(f"Robot: {policy.data.entry}.") if policy.data.entry else None
-    parts = [robot, verdicts(overview.verdicts), influence(overview), where_it_looks(overview)]
+    failures = {}
     for evaluation in evaluations:
         if evaluation.failures is not None:
-            parts.append(tag("h3", f"Before failures, {evaluation.name}"))
             with data_may_be_missing():
-                parts.append(_failures(policy, Frames.open(policy, evaluation.failures)))
-    return join(parts)
+                found = _before_failures(policy, Frames.open(policy, evaluation.failures))
+            failures[evaluation.name] = _moments(found)
+    return render(
+        "why.html",
+        robot=policy.data.entry,  # in a mixture, the first one
+        verdicts=verdicts(overview.verdicts),
+        influence=influence(overview),
+        where_it_looks=where_it_looks(overview),
+        failures=failures,
+    )
 
 
-def _failures(policy: Policy, frames: Frames) -> Markup:
-    """Return the last request of each episode that failed, and the one in the middle."""
+def _before_failures(policy: Policy, frames: Frames) -> Overview:
+    """Ask about the last request of each episode that failed, and the one in the middle."""
     places = [
         (episode, place)
         for episode, length in frames.episodes.items()
         for place in sorted({length // 2, length - 1})
     ]
-    overview = compute(policy, frames, plan=_SHORT, places=places[:_MAX_FAILURES])
-    text = (
-        "What the policy saw before episodes failed. Dashed is the chunk that it answered then, "
-        "solid the mean of what it answers with other noise."
-    )
-    shown = (moment(overview, number) for number in range(len(overview.moments)))
-    return join([note(text), *shown])
+    return compute(policy, frames, plan=_SHORT, places=places[:_MAX_FAILURES])
 
 
-def _cards(overview: Overview) -> Iterator[Markup]:
+def _cards(overview: Overview) -> Iterator[Card]:
     about = overview.about
     problems = sum(one.severity == "problem" for one in overview.verdicts)
     remarks = len(overview.verdicts) - problems
-    yield card("problems", str(problems), f"and {remarks} remark{'s' * (remarks != 1)}")
+    yield Card("problems", str(problems), f"and {remarks} remark{'s' * (remarks != 1)}")
     frames = len(overview.moments)
-    yield card("frames asked", str(frames), f"of {about.num_frames:,} in the data set")
+    yield Card("frames asked", str(frames), f"of {about.num_frames:,} in the data set")
     if about.num_steps is not None:
         steps = f"of noise; {about.num_steps} denoising steps"
-        yield card("seeds", str(about.num_seeds), steps)
-    yield card(
+        yield Card("seeds", str(about.num_seeds), steps)
+    yield Card(
         "steps of a chunk", str(about.num_actions), f"{len(about.action_names)} actions each"
     )
-    yield card("parameters", short(about.num_parameters), f"{about.family} on {about.device}")
+    yield Card("parameters", short(about.num_parameters), f"{about.family} on {about.device}")
 
 
 def verdicts(found: Sequence[Verdict]) -> Markup:
     """Return the conclusions in sentences, problems first."""
-    if not found:
-        return note("Nothing was found that looks wrong. The numbers below say what was compared.")
-    text = (
-        "A problem is something to mend; a remark is worth knowing and may be intended. Each rests "
-        "on one number, which was compared with a threshold."
-    )
-    items = [
-        tag(
-            "li",
-            tag("b", one.severity, class_="severity"),
-            tag("span", one.sentence),
-            tag("span", f"{one.number:.3g}, threshold {one.threshold:.3g}", class_="quiet-text"),
-            class_=one.severity,
-        )
-        for one in found
-    ]
-    return join([note(text), tag("ul", *items, class_="verdicts")])
+    return render("verdicts.html", verdicts=found)
 
 
 def influence(overview: Overview) -> Markup:
     """Return what every change of an input does to every action."""
     found = overview.influence
-    effects = found.change_in_spreads
-    unit = "spreads: 1 is what another noise changes"
-    strengths = found.strength_in_spreads
+    effects, strengths = found.change_in_spreads, found.strength_in_spreads
+    in_spreads = effects is not None and strengths is not None
     if effects is None or strengths is None:
         effects, strengths = found.change, found.strength
-        unit = "the robot's units, and in all in standard deviations of the recorded actions"
     cells = effects.mean(1)
-    text = (
-        f"Each row is one change of the observation, with everything else and the noise as it was. "
-        f"A cell says how much the action changes, averaged over the {effects.shape[1]} steps of "
-        f"the chunk and {len(found.places)} frames, in {unit}. “All” is one "
-        "number for all actions, a root mean square, and may be larger than every cell. "
-        "An input whose rows are pale has no influence."
+    groups = {
+        title: [(name, strengths[number], cells[number]) for number, name in rows.items()]
+        for title, input in (("Cameras", "camera"), ("Sentence", "sentence"), ("State", "state"))
+        if (rows := _rows(found, input))
+    }
+    return render(
+        "influence.html",
+        found=found,
+        num_steps=effects.shape[1],
+        in_spreads=in_spreads,
+        groups=groups,
+        sentences=_words(found, overview.moments, strengths),
+        over_steps=_over_steps(found, effects),
+        carried=_carried(found),
+        skipped=[(_described(found, one), reason) for one, reason in found.skipped],
     )
-    parts: list[Markup | None] = [note(text), _effects(found, cells, strengths)]
-    parts.append(_words(found, overview.moments, strengths))
-    parts.append(_over_steps(overview, effects))
-    if found.carried_names:
-        parts.append(_carried(overview))
-    if found.skipped:
-        reasons = (f"{_described(found, one)}: {reason}" for one, reason in found.skipped)
-        listed = tag("ul", *(tag("li", reason) for reason in reasons))
-        count = f"{len(found.skipped)} questions that were not asked"
-        parts.append(tag("details", tag("summary", count), listed))
-    return join(parts)
 
 
 def _rows(found: Influence, input: str) -> dict[int, str]:
@@ -220,67 +183,31 @@ def _described(found: Influence, question: InputChange) -> str:
     return f"without “{subject}”"
 
 
-def _effects(
-    found: Influence, cells: Float[np.ndarray, "q a"], strengths: Float[np.ndarray, " q"]
-) -> Markup:
-    """Return a table of questions × actions, coloured by the effect."""
-    names = [tag("span", name.replace("_", " ")) for name in found.action_names]
-    body: list[list[str | Markup]] = []
-    for title, input in (("Cameras", "camera"), ("Sentence", "sentence"), ("State", "state")):
-        rows = _rows(found, input)
-        body += [[tag("b", title, class_="group")]] * bool(rows)
-        body += [
-            [name, _cell(strengths[number], name="b"), *(_cell(one) for one in cells[number])]
-            for number, name in rows.items()
-        ]
-    if found.spread is not None:
-        spread = (tag("span", f"{one:.1g}") for one in found.spread.mean(0))
-        body.append([tag("b", "Noise", class_="group")])
-        body.append(["one spread, in the robot's units", "", *spread])
-    return table(["", "all", *names], body, class_="effects")
-
-
-def _cell(value: float, *, name: str = "span") -> Markup:
-    if not np.isfinite(value):
-        return tag(name, "–")
-    share = 100 * min(1.0, value / _FULL_COLOUR)
-    return tag(name, _number(value), style=f"--share: {share:.0f}%")
-
-
-def _number(value: float) -> str:
-    """Return two digits, of which few are behind the point."""
-    if 0 < value < _SMALL:
-        return f"<{_SMALL:g}"
-    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
-
-
 def _words(
     found: Influence, shown: Sequence[Moment], strengths: Float[np.ndarray, " q"]
-) -> Markup | None:
-    """Return the sentences with every word coloured by what leaving it out changes."""
+) -> list[list[tuple[str, float]]]:
+    """Return the words of each sentence with what leaving it out changes, NaN if not asked."""
     known = {
-        question.subject: strengths[number]
+        question.subject: float(strengths[number])
         for number, question in enumerate(found.questions)
         if question.input == "word"
     }
-    if not known:
-        return None
-    lines = []
-    for prompt in dict.fromkeys(moment.prompt for moment in shown):
+    sentences = []
+    for prompt in dict.fromkeys(moment.prompt for moment in shown) if known else ():
         seen: dict[str, int] = {}
         words = []
         for word in prompt.split():
             seen[word] = seen.get(word, 0) + 1
             subject = word if seen[word] == 1 else f"{word} ({seen[word]})"
-            value = known.get(subject, float("nan"))
-            words.append(tag("div", word, _cell(value)))
-        lines.append(tag("div", *words, class_="words"))
-    return figure("Below each word: how much the actions change without it.", *lines)
+            words.append((word, known.get(subject, float("nan"))))
+        sentences.append(words)
+    return sentences
 
 
-def _over_steps(overview: Overview, effects: Float[np.ndarray, "q h a"]) -> Markup:
-    """Return the effects along the chunk, averaged over the actions."""
-    found = overview.influence
+def _over_steps(
+    found: Influence, effects: Float[np.ndarray, "q h a"]
+) -> list[tuple[Markup, list[tuple[str, str]]]]:
+    """Return plots of the effects along the chunk, averaged over the actions, and their legends."""
     steps = np.arange(effects.shape[1])
     looks = [f"run-{number}" for number in range(7)]
     figures = []
@@ -292,69 +219,64 @@ def _over_steps(overview: Overview, effects: Float[np.ndarray, "q h a"]) -> Mark
             for number, look in zip(strongest, looks)
         ]
         if lines:
-            entries = legend((line.look, line.name) for line in lines)
-            figures.append(tag("div", small_plot(input, lines, _STEPS, from_zero=True), entries))
-    text = (
-        "The same along the chunk, averaged over the actions: the strongest changes of each kind "
-        "of input. Where a curve rises late, the input decides what comes at the end of the chunk."
-    )
-    return figure(text, tag("div", *figures, class_="multiples"))
+            entries = [(line.look, line.name) for line in lines]
+            figures.append((small_plot(input, lines, _STEPS, from_zero=True), entries))
+    return figures
 
 
-def _carried(overview: Overview) -> Markup:
-    found = overview.influence
-    steps = np.arange(found.carried.shape[1])
-    text = (
-        "How much of an error of the measured state remains in the target of the same joint: 1 "
-        "means that the whole error is carried on, 0 that the policy corrects it. Policies that "
-        "carry errors on drift, because nothing pulls them back."
-    )
-    figures = [
-        small_plot(name, [Line(steps, values), Line(steps, np.zeros(len(steps)), "fade")], _STEPS)
+def _carried(found: Influence) -> list[Markup]:
+    """Return plots of how much of an error of the state remains in the targets."""
+    steps = np.arange(found.carried.shape[1]) if found.carried_names else np.empty(0)
+    zero = Line(steps, np.zeros(len(steps)), "fade")
+    return [
+        small_plot(name, [Line(steps, values), zero], _STEPS)
         for name, values in zip(found.carried_names, found.carried)
     ]
-    shown = tag("div", *figures, class_="multiples")
-    return tag("details", tag("summary", "Errors of the state"), figure(text, shown))
 
 
 def where_it_looks(overview: Overview) -> Markup:
     """Return the pictures with what covering each part changes laid over."""
-    text = (
-        "Parts of each picture were covered with the background: the median of pictures from the "
-        "whole data set. The brighter a part, the more the actions change without it; the number "
-        "is the largest change, in standard deviations of the recorded actions. A policy that does "
-        "its task depends on the object, not on the table."
-    )
-    drawn = [picture for one in overview.moments for picture in _maps(overview, one)]
-    return figure(text, tag("div", *drawn, class_="films"))
+    maps = [picture for one in overview.moments for picture in _maps(overview, one)]
+    return render("where_it_looks.html", maps=maps)
 
 
-def _maps(overview: Overview, one: Moment) -> Iterator[Markup]:
-    for found in one.maps:
-        name = overview.about.cameras.get(found.camera, found.camera)
-        text = f"{name}, episode {one.episode}, frame {one.frame}: {found.effect.max():.2g}"
-        yield picture(overlay_map(one.pictures[found.camera], found), text, _MAP)
+def _maps(overview: Overview, one: Moment) -> list[tuple[str, UInt8[np.ndarray, "_ _ 3"]]]:
+    """Return the maps of a frame over its pictures, with a text each."""
+    found = []
+    for map in one.maps:
+        name = overview.about.cameras.get(map.camera, map.camera)
+        text = f"{name}, episode {one.episode}, frame {one.frame}: {map.effect.max():.2g}"
+        found.append((text, overlay_map(one.pictures[map.camera], map)))
+    return found
 
 
 def moments(overview: Overview) -> Markup:
     """Return the frames that were asked about: pictures, chunks, and what matters there."""
-    text = (
-        "What the model saw in each frame, what it predicts there (pale: one standard deviation "
-        "over noise seeds) and what was recorded, for the actions that move most; and which "
-        "changes of the observation move the actions most in this frame."
-    )
-    shown = (moment(overview, number) for number in range(len(overview.moments)))
-    return join([note(text), *shown])
+    return render("moments.html", moments=_moments(overview))
 
 
-def moment(overview: Overview, number: int, *, is_open: bool = False) -> Markup:
-    """Return one frame, folded unless it is to be open."""
-    about, one = overview.about, overview.moments[number]
+def _moments(overview: Overview) -> list[dict[str, Any]]:
+    """Return what the templates show of each frame."""
+    found = overview.influence
+    return [
+        {
+            "moment": one,
+            "pictures": [
+                (overview.about.cameras.get(slot, slot), pixels)
+                for slot, pixels in one.pictures.items()
+            ],
+            "maps": _maps(overview, one),
+            "strongest": _strongest(found, number),
+            "unit": "standard deviations" if found.noise_per_frame is None else "spreads",
+            "figures": _chunk(one, overview.about.action_names),
+        }
+        for number, one in enumerate(overview.moments)
+    ]
+
+
+def _chunk(one: Moment, names: Sequence[str]) -> list[Markup]:
+    """Return plots of the actions that move most: predicted, with noise, and recorded."""
     steps = np.arange(len(one.predicted))
-    pictures = (
-        picture(pixels, about.cameras.get(slot, slot), _PICTURE)
-        for slot, pixels in one.pictures.items()
-    )
     ranges = np.ptp(one.predicted, axis=0)
     widest = float(ranges.max())
     figures = []
@@ -366,21 +288,14 @@ def moment(overview: Overview, number: int, *, is_open: bool = False) -> Markup:
             Line(steps, mean, "accent"),
             Line(steps, one.recorded[:, dim], "ink"),
         ]
-        figures.append(small_plot(about.action_names[dim], lines, _STEPS, widest=widest))
-    looks = [("ink", "recorded"), ("accent", "policy")]
-    summary = f"Episode {one.episode}, frame {one.frame}: “{one.prompt}”"
-    strongest = _strongest(overview.influence, number)
-    seen = tag("div", *pictures, *_maps(overview, one), strongest, class_="thumbnails")
-    shown = multiples("", looks, figures, seen)
-    return tag("details", tag("summary", summary), shown, class_="moment", open=is_open or None)
+        figures.append(small_plot(names[dim], lines, _STEPS, widest=widest))
+    return figures
 
 
-def _strongest(found: Influence, number: int) -> Markup:
+def _strongest(found: Influence, number: int) -> list[tuple[str, float]]:
     """Return the changes that move the actions most in one frame, in spreads if there are."""
     values = found.strength_per_frame[number]
     if found.noise_per_frame is not None:
         values = values / max(found.noise_per_frame[number], 1e-9)
     order = np.argsort(-np.nan_to_num(values), kind="stable")[:_NUM_STRONGEST]
-    rows = [(_described(found, found.questions[one]), _cell(values[one])) for one in order]
-    unit = "spreads" if found.noise_per_frame is not None else "standard deviations"
-    return table(("strongest here", unit), rows, class_="effects")
+    return [(_described(found, found.questions[one]), float(values[one])) for one in order]

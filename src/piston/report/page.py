@@ -5,20 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from markupsafe import Markup
+
 from piston.data.pipeline import Source
 from piston.inference import Policy, load_policy
 from piston.report import comparison
 from piston.report.dataset import dataset, open_sets, robot_sets
-from piston.report.document import attempt, write_page
+from piston.report.document import Card, Missing, attempt, write_page
 from piston.report.evaluation import executed, find_evaluations, success, videos
+from piston.report.figures import duration, short
 from piston.report.inspection import why
-from piston.report.markup import Markup, Missing, card, duration, short
 from piston.report.prediction import Prediction, chunk, denoising, predict
-from piston.report.timings import Stages, read_stages, timings
+from piston.report.timings import timings
 from piston.report.training import Run, origin, read_run, training, validation
 from piston.report.transforms import Sample, choose_sample, transforms
 from piston.sim.recording import simulated_task
 from piston.sim.scores import Evaluation
+from piston.stages import Stages, read_stages
 
 
 def write_report(
@@ -105,7 +108,7 @@ def _cards(
     evaluations: Sequence[Evaluation],
     stages: Stages | None,
     prediction: Prediction | None,
-) -> Iterator[Markup]:
+) -> Iterator[Card]:
     """Yield a card for each headline number that is known."""
 
     for evaluation in evaluations:
@@ -115,20 +118,20 @@ def _cards(
         remark = f"{rate.successes} of {rate.episodes} episodes; {interval}"
         name = "success" if len(evaluations) == 1 else f"success, {evaluation.name}"
         name = "done against the sentence" if evaluation.opposite else name
-        yield card(name, f"{rate.value:.0%}", remark)
+        yield Card(name, f"{rate.value:.0%}", remark)
     steps, losses = run.curve("loss")
     if len(steps):
-        yield card("loss", f"{losses[-1]:.3g}", f"at step {steps[-1] + 1:,.0f}")
+        yield Card("loss", f"{losses[-1]:.3g}", f"at step {steps[-1] + 1:,.0f}")
         if (error := run.last("validation/action_error")) is not None:
-            yield card("action error", f"{error:.3g}", "on held-out episodes, normalised units")
+            yield Card("action error", f"{error:.3g}", "on held-out episodes, normalised units")
         samples = (steps[-1] + 1) * run.config.batch_size
-        yield card("training", duration(run.training_seconds), f"{samples:,.0f} samples")
+        yield Card("training", duration(run.training_seconds), f"{samples:,.0f} samples")
     if prediction is not None:
         number = prediction.num_parameters
-        yield card("parameters", short(number), f"{run.config.model.family}, {number:,}")
+        yield Card("parameters", short(number), f"{run.config.model.family}, {number:,}")
     if evaluations and evaluations[0].latency_ms:
         median = f"{evaluations[0].latency_ms['p50']:.0f} ms"
-        yield card("a request", median, "median, as the robot waited")
+        yield Card("a request", median, "median, as the robot waited")
     if stages is not None and stages.peak_memory_bytes:
         gigabytes = f"{stages.peak_memory_bytes / 1e9:.2f} GB"
-        yield card("peak memory", gigabytes, f"of {stages.peak_memory_of}")
+        yield Card("peak memory", gigabytes, f"of {stages.peak_memory_of}")

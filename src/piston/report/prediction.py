@@ -11,20 +11,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Float
+from markupsafe import Markup
 
 from piston.inference.policy import Policy
 from piston.inspection.inside import denoising_path
 from piston.inspection.probe import Intervention, Probe
-from piston.report.markup import (
-    Line,
-    Markup,
-    Missing,
-    heat_map,
-    multiples,
-    picture,
-    small_plot,
-    tag,
-)
+from piston.report.document import Missing, render, small_plot
+from piston.report.figures import Line, heat_map
 from piston.report.transforms import Sample, TraceStep, follow
 from piston.sim.scores import latency_percentiles
 
@@ -91,23 +84,9 @@ def predict(policy: Policy, sample: Sample) -> Prediction:
 
 def chunk(sample: Sample, prediction: Prediction) -> Markup:
     """Return the section with the policy's chunks against what was recorded."""
-    draws, fps, at = len(prediction.chunks), sample.fps, sample.at
+    at = sample.at
     errors = np.abs(at.error(prediction.chunks[0]))
-    known = "held out of training" if sample.held_out else "part of what was trained on"
-    text = (
-        f"{sample} ({known}). Solid: what the policy predicts from this frame, "
-        f"{len(at.recorded)} steps ({len(at.recorded) / fps:.1f} s), in the robot's units. "
-        "The number is its mean distance from what was recorded."
-    )
-    if draws > 1:
-        text += (
-            f" Pale: {draws - 1} more predictions, each from another random noise. Where they "
-            "differ much, the policy is not sure what to do."
-        )
-    if prediction.subtask is not None:
-        recorded = sample.trace[0].data.get("subtask") or "none"
-        text += f" Its subtask is “{prediction.subtask}”; recorded is “{recorded}”."
-    seconds = np.arange(len(at.recorded)) / fps
+    seconds = np.arange(len(at.recorded)) / sample.fps
     widest = float(np.ptp(at.recorded[at.is_real], axis=0).max())
     figures = []
     for dim, name in enumerate(sample.names):
@@ -119,7 +98,14 @@ def chunk(sample: Sample, prediction: Prediction) -> Markup:
         figures.append(
             small_plot(name, lines, value=f"{np.nanmean(errors[:, dim]):.2g}", widest=widest)
         )
-    return multiples(text, [("ink", "recorded"), ("accent", "policy")], figures)
+    recorded_subtask = sample.trace[0].data.get("subtask") or "none"
+    return render(
+        "chunk.html",
+        sample=sample,
+        prediction=prediction,
+        recorded_subtask=recorded_subtask,
+        figures=figures,
+    )
 
 
 def denoising(sample: Sample, prediction: Prediction) -> Markup:
@@ -135,16 +121,8 @@ def denoising_figure(
     path: Float[np.ndarray, "k h a"], recorded: Float[np.ndarray, "h a"], names: Sequence[str]
 ) -> Markup:
     last, horizon = len(path) - 1, path.shape[1]
-    text = (
-        "How noise becomes the actions of one frame, in the model's normalised units. Time 1 is "
-        "noise, time 0 the actions. In the pictures a row is a dimension, a column one of "
-        f"{horizon} steps of the chunk; blue is −{_NOISE_LIMIT:g}, orange +{_NOISE_LIMIT:g}. The "
-        "picture at time 0 should resemble the recorded one. Below, the dimensions that move most."
-    )
     chosen = np.unique(np.linspace(0, last, min(_MAX_PICTURES, last + 1)).round().astype(int))
     shown = {f"time {1 - step / last:.2g}": path[step] for step in chosen} | {"recorded": recorded}
-    pictures = (picture(heat_map(v.T, _NOISE_LIMIT), name) for name, v in shown.items())
-    looks = [("ink", "recorded"), ("accent", "actions (time 0)"), ("fade", "on the way")]
     steps, figures = np.arange(horizon), []
     moving = np.argsort(-np.ptp(recorded, axis=0), kind="stable")[:_NUM_JOINTS_DENOISED]
     for dim in sorted(moving.tolist()):
@@ -155,4 +133,10 @@ def denoising_figure(
         lines.append(Line(steps, recorded[:, dim], "ink"))
         lines.append(Line(steps, path[-1, :, dim], "accent"))
         figures.append(small_plot(names[dim], lines, "step of the chunk"))
-    return multiples(text, looks, figures, tag("div", *pictures, class_="strip"))
+    return render(
+        "denoising.html",
+        horizon=horizon,
+        limit=_NOISE_LIMIT,
+        pictures={name: heat_map(values.T, _NOISE_LIMIT) for name, values in shown.items()},
+        figures=figures,
+    )

@@ -10,26 +10,14 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float
+from markupsafe import Markup
 from PIL import Image
 
 from piston import presets
 from piston.config import TrainConfig
 from piston.files import read_json_lines, read_json_object
-from piston.report.markup import (
-    Line,
-    Markup,
-    Missing,
-    figure,
-    image,
-    is_wide,
-    join,
-    multiples,
-    note,
-    plot,
-    small_plot,
-    table,
-    tag,
-)
+from piston.report.document import Missing, render, small_plot
+from piston.report.figures import Line, is_wide
 from piston.training.checkpoint import newest_whole_step
 from piston.training.run import CONFIG, HISTORY
 from piston.training.trackers import METRICS, read_metrics
@@ -37,7 +25,6 @@ from piston.training.validation import ERROR_PER_DIM
 
 FIRST_BATCH = "first_batch.png"
 Curve = tuple[Float[np.ndarray, " n"], Float[np.ndarray, " n"]]
-_VERSIONS = {"Piston": "piston", "PyTorch": "torch", "Python": "python"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,68 +99,30 @@ def training(run: Run) -> Markup:
         )
     lines = [Line(steps, losses, "accent", "training loss")]
     validated, validation = run.curve("validation/loss")
-    text = "The loss over the steps, each point the mean since the one before. It should fall"
     if len(validated):
         lines.append(Line(validated, validation, "second", "loss on held-out episodes"))
-        text += "; where the loss on held-out episodes rises again, the model overfits"
-    log = is_wide(np.concatenate([losses, validation]))
-    scale = " The axis is logarithmic." if log else ""
     parts = [Line(*run.curve(name), f"run-{i}", name) for i, name in enumerate(run.losses)]
-    rate = Line(*run.curve("learning_rate"), "quiet", "learning rate")
     norm = Line(*run.curve("gradient_norm"), "quiet", "gradient norm")
-    clip = run.config.optimizer.clip_gradient_norm
-    count = int(sum(run.curve("skipped_steps")[1]))
-    skipped = note(f"{count} steps were skipped: not finite.") if count else None
-    return join(
-        [
-            figure(
-                f"{text}.{scale}",
-                wide_plot(lines, 300, "loss (log)" if log else "loss", log=log),
-            ),
-            _parts(parts) if parts else None,
-            figure(
-                "The learning rate over the steps: a warm-up to its peak, then a decay.",
-                wide_plot([rate], 140, rate.name),
-            ),
-            figure(
-                f"The norm of the gradients before they are clipped to {clip:g}. Single peaks are "
-                "harmless; a norm that keeps growing announces a training that diverges.",
-                wide_plot([norm], 140, norm.name, log=is_wide(norm.y)),
-            ),
-            skipped,
-            _first_batch(run.folder / FIRST_BATCH),
-        ]
+    return render(
+        "training.html",
+        loss=lines,
+        loss_is_wide=is_wide(np.concatenate([losses, validation])),
+        parts=parts,
+        parts_are_wide=bool(parts) and is_wide(np.concatenate([line.y for line in parts])),
+        rate=Line(*run.curve("learning_rate"), "quiet", "learning rate"),
+        norm=norm,
+        norm_is_wide=is_wide(norm.y),
+        clip=run.config.optimizer.clip_gradient_norm,
+        skipped=int(sum(run.curve("skipped_steps")[1])),
+        first_batch=_first_batch(run.folder / FIRST_BATCH),
     )
 
 
-def _parts(lines: list[Line]) -> Markup:
-    log = is_wide(np.concatenate([line.y for line in lines]))
-    text = (
-        "The losses whose sum is the loss: velocity is that of the denoised actions, tokens that "
-        "of the text and the action tokens that the model writes, with its weight. Each of them "
-        "should fall." + " The axis is logarithmic." * log
-    )
-    return figure(text, wide_plot(lines, 200, "loss (log)" if log else "loss", log=log))
-
-
-def wide_plot(lines: list[Line], height: float, y_label: str, **axis: bool) -> Markup:
-    """Return a plot over the steps that is as wide as the page and scrolls on narrow screens."""
-    ticks = (6, 4 if height > 200 else 3)
-    drawn = plot(lines, 960, height, "step", y_label, markers=True, num_ticks=ticks, **axis)
-    return tag("div", drawn, class_="scrolls wide")
-
-
-def _first_batch(path: Path) -> Markup | None:
+def _first_batch(path: Path) -> np.ndarray | None:
     if not path.is_file():
         return None
     with Image.open(path) as opened:
-        pixels = np.asarray(opened.convert("RGB"))
-    return tag(
-        "details",
-        tag("summary", "The first batch, as the model got it"),
-        note("A row per sample, a column per camera; a camera that is absent is black."),
-        image(pixels, "the first batch", longest=480, loading="lazy"),
-    )
+        return np.asarray(opened.convert("RGB"))
 
 
 def action_error(runs: Iterable[Run]) -> str:
@@ -201,48 +150,16 @@ def validation(run: Run) -> Markup:
         elif len(run.curve("validation/loss")[0]):
             reason = f"{run.config.model.family} writes tokens: validation measures its loss only."
         raise Missing(reason)
-    mean = Line(*run.curve("validation/action_error"), "accent", "action error")
     figures = [
         small_plot(name, [Line(*curve)], "step", value=f"{curve[1][-1]:.2g}", from_zero=True)
         for name, curve in errors.items()
     ]
-    return join(
-        [
-            figure(
-                f"The error of all dimensions together over the steps: {action_error([run])} "
-                "Unlike the loss it keeps falling while the policy improves: stop where it no "
-                "longer falls.",
-                wide_plot([mean], 200, "action error", from_zero=True),
-            ),
-            multiples(
-                "The same error of each action dimension. The number is the last value. A "
-                "dimension whose error stays high is one that the policy has not learned, or that "
-                "cannot be predicted from what it sees. Each axis begins at 0 and has its own end.",
-                (),
-                figures,
-            ),
-        ]
-    )
+    mean = Line(*run.curve("validation/action_error"), "accent", "action error")
+    return render("validation.html", action_error=action_error([run]), mean=mean, figures=figures)
 
 
 def origin(run: Run) -> Markup:
     """Return the section that says how, when and where the run was started."""
     if not run.history:
         raise Missing("the run was started by a version of Piston that did not log it.")
-    first, *later = (_start(line) for line in run.history)
-    if not later:
-        return first
-    return join([first, tag("details", tag("summary", f"{len(later)} times resumed"), *later)])
-
-
-def _start(line: Mapping[str, Any]) -> Markup:
-    date = str(line["date"])
-    rows = [
-        ("first step", line["first_step"]),
-        ("command", tag("code", line["command"])),
-        ("in folder", tag("code", line["folder"])),
-        ("versions", ", ".join(f"{name} {line[key]}" for name, key in _VERSIONS.items())),
-        ("machine", line["machine"]),
-        ("processes", line["processes"]),
-    ]
-    return table(("date", date.replace("T", " ").replace("+00:00", " UTC")), rows, class_="names")
+    return render("origin.html", starts=run.history)

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import UInt8
+from markupsafe import Markup
 
 from piston.config import DataConfig
 from piston.data.pipeline import Source
@@ -15,14 +17,13 @@ from piston.data.samples import PromptFromItem
 from piston.inspection.frames import Frame, Frames
 from piston.progress import shortened
 from piston.report.dataset import RobotSet, data_may_be_missing, robot_sets
-from piston.report.markup import Markup, Missing, join, note, picture, table, tag
+from piston.report.document import Missing, render
 from piston.report.training import Run
 from piston.transforms import Data, Transform, flatten_dict, name_of
 from piston.transforms.normalize import read_norm_stats
 
 # Into its episode, where something happens in most.
 _SHARE_OF_EPISODE = 0.25
-_THUMBNAIL = 112
 _LONGEST_TEXT = 80
 
 
@@ -118,62 +119,44 @@ def _settings(transform: Transform) -> str:
 
 def transforms(sample: Sample, back: Sequence[TraceStep]) -> Markup:
     """Return the section with the sample after each transform, and the actions after those back."""
-    text = (
-        f"{sample}, from the data set to what the model sees. Shown are the keys that a transform "
-        "changes or adds; the others are folded away."
+    forth = _changes(sample.trace, "an item of the data set")
+    return render(
+        "transforms.html", sample=sample, forth=forth, back=_changes(back, "the model's actions")
     )
-    parts = [note(text), _chain(sample.trace, "an item of the data set")]
-    if back:
-        parts += [tag("h3", "And back to the robot"), _chain(back, "the model's actions")]
-    return join(parts)
 
 
-def _chain(trace: Sequence[TraceStep], first: str) -> Markup:
+def _changes(trace: Sequence[TraceStep], first: str) -> list[dict[str, Any]]:
+    """Return for each step what it changes, as the template shows it."""
     contents = [{}, *(flatten_dict(step.data) for step in trace)]
-    steps = [
-        _step(step, step.name or first, before, after)
+    return [
+        {"step": step, "name": step.name or first, **_changed(before, after)}
         for step, (before, after) in zip(trace, itertools.pairwise(contents))
     ]
-    return tag("ol", *steps, class_="chain")
 
 
-def _step(step: TraceStep, name: str, before: Data, after: Data) -> Markup:
+def _changed(before: Data, after: Data) -> dict[str, Any]:
     changed = [key for key in after if key not in before or not _same(before[key], after[key])]
-    unchanged = [key for key in after if key not in changed]
-    gone = [key for key in before if key not in after]
-    settings = tag("code", step.settings) if step.settings else None
-    parts = [
-        tag("h4", name, " ", settings, tag("span", step.stage, class_="stage")),
-        _keys(changed, after) if changed else note("changes nothing here"),
-    ]
-    thumbnails = []
-    for key in changed:
-        pixels = np.asarray(after[key])
-        if (
-            pixels.dtype == np.uint8
-            and pixels.ndim == 3
-            and 3 in (pixels.shape[0], pixels.shape[-1])
-        ):
-            pixels = pixels if pixels.shape[-1] == 3 else np.moveaxis(pixels, 0, -1)
-            text = f"{key}, {pixels.shape[0]} × {pixels.shape[1]}"
-            thumbnails.append(picture(np.ascontiguousarray(pixels), text, _THUMBNAIL))
-    if thumbnails:
-        parts.append(tag("div", *thumbnails, class_="thumbnails"))
-    if gone:
-        parts.append(note(f"dropped: {', '.join(gone)}"))
-    if unchanged:
-        count = f"{len(unchanged)} unchanged key{'s' * (len(unchanged) > 1)}"
-        parts.append(tag("details", tag("summary", count), _keys(unchanged, after)))
-    return tag("li", *parts)
+    images = ((key, _as_image(after[key])) for key in changed)
+    return {
+        "changed": [_row(key, after[key]) for key in changed],
+        "unchanged": [_row(key, after[key]) for key in after if key not in changed],
+        "dropped": [key for key in before if key not in after],
+        "images": [(key, pixels) for key, pixels in images if pixels is not None],
+    }
 
 
-def _keys(names: Sequence[str], data: Data) -> Markup:
-    rows = ((tag("code", name), *_described(data[name])) for name in names)
-    return table(("key", "type", "shape", "values"), rows)
+def _as_image(value: Any) -> UInt8[np.ndarray, "h w 3"] | None:
+    """Return an image with its channels last, None for anything else."""
+    pixels = np.asarray(value)
+    if pixels.dtype != np.uint8 or pixels.ndim != 3:
+        return None
+    if pixels.shape[-1] == 3:
+        return np.ascontiguousarray(pixels)
+    return np.ascontiguousarray(np.moveaxis(pixels, 0, -1)) if pixels.shape[0] == 3 else None
 
 
-def _described(value: Any) -> tuple[str, str, str]:
-    """Return type, shape and range of values."""
+def _row(key: str, value: Any) -> tuple[str, str, str, str]:
+    """Return the key with type, shape and range of values."""
     array = np.asarray(value)
     kind, text = str(array.dtype), repr(value)
     if array.dtype.kind in "US":
@@ -183,7 +166,8 @@ def _described(value: Any) -> tuple[str, str, str]:
     elif array.dtype.kind in "iuf" and array.size:
         text = f"{array.min():.4g} … {array.max():.4g}" if array.ndim else f"{array.item():.5g}"
 
-    return kind, " × ".join(map(str, array.shape)) or "–", shortened(text, _LONGEST_TEXT)
+    shape = " × ".join(map(str, array.shape)) or "–"
+    return Markup("<code>{}</code>").format(key), kind, shape, shortened(text, _LONGEST_TEXT)
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -1,5 +1,5 @@
 /**
- * Requests to the server, and what it answers. Numbers are in the robot's units.
+ * Requests to the server, and what the page uses of its answers.
  *
  * @typedef {{slot: string, name: string, width: number, height: number}} Camera
  * @typedef {{name: string, std: number}} Dim
@@ -7,25 +7,24 @@
  *   title: string, run: string, has_overview: boolean, episodes: [number, number][], fps: number,
  *   prompts: string[], cameras: Camera[], states: Dim[], actions: Dim[], seeds: number,
  * }} About
- * @typedef {{prompt: string, state: number[], recorded: number[][]}} Moment
- * @typedef {{mean: number[][], low: number[][], high: number[][]}} Fan  by step and action
- * @typedef {{
- *   per_action: number[], strength: number | null, spread: number[] | null,
- *   in_spreads: number | null,
- * }} Effect
- * @typedef {{
- *   base: Fan,
- *   changed: Fan | null,
- *   effect: Effect | null,
- *   note: string | null,
- *   ms: number,
- * }} Answer
+ * @typedef {{prompt: string, state: number[], drawn: string[]}} Moment  with a plot of each action
+ * @typedef {{effect: string, bars: {width: string, text: string}[], plots: string[]}} Drawn
+ * @typedef {{drawn: Drawn, note: string | null, ms: number}} Answer
  */
 
 // An older request that takes longer than this is given up for a newer one.
 const PATIENCE_MS = 1000;
 // The server answers one request of each page at a time: the newest.
 const client = crypto.getRandomValues(new Uint32Array(2)).join("-");
+
+/** @param {string} path @param {object} question @param {AbortSignal} [signal] */
+const post = (path, question, signal) =>
+  request(path, {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify({ client, ...question }),
+    signal,
+  });
 
 /**
  * @param {string} path
@@ -59,26 +58,15 @@ export const moment = (episode, frame, signal) =>
  * @param {AbortSignal} signal
  * @returns {Promise<Answer>}
  */
-export const act = (question, signal) =>
-  request("api/act", {
-    method: "POST",
-    headers: { "Content-Type": "application/json" },
-    body: JSON.stringify({ client, ...question }),
-    signal,
-  });
+export const act = (question, signal) => post("api/act", question, signal);
 
 /**
- * How much covering each part of a picture changes the actions; cells are [left, top, right, bottom].
+ * How much covering each part of a picture changes the actions, drawn in SVG over the unit square.
  *
  * @param {{episode: number, frame: number, camera: string, actions: string[]}} question
- * @returns {Promise<{cells: number[][], value: number[], ms: number}>}
+ * @returns {Promise<{drawn: string}>}
  */
-export const occlusion = (question) =>
-  request("api/occlusion", {
-    method: "POST",
-    headers: { "Content-Type": "application/json" },
-    body: JSON.stringify({ client, ...question }),
-  });
+export const occlusion = (question) => post("api/occlusion", question);
 
 /**
  * @param {About} about

@@ -1,6 +1,6 @@
 /** Choice of the moment, the sentence, and sliders for the state. */
 
-import { byId, make, short } from "./elements.js";
+import { byId, find } from "./elements.js";
 import { rounded } from "./link.js";
 
 /**
@@ -11,8 +11,7 @@ import { rounded } from "./link.js";
  */
 
 const LARGE_STEP = 10;
-// To either side, in standard deviations; and steps of a slider in one.
-const REACH = 3;
+// Steps of a slider in one standard deviation.
 const STEPS = 20;
 
 /** Episode and frame, with keys and a button that plays. */
@@ -32,9 +31,6 @@ export class Scrubber {
     this.about = about;
     this.update = update;
     this.lengths = new Map(about.episodes);
-    for (const [index] of about.episodes) {
-      this.#episode.append(make("option", { value: index }, String(index)));
-    }
     this.#episode.addEventListener("change", () =>
       this.#go(Number(this.#episode.value), this.#view?.frame ?? 0),
     );
@@ -132,15 +128,9 @@ export class Sentence {
   #reset = byId("reset-prompt", HTMLButtonElement);
   #recorded = "";
 
-  /**
-   * @param {About} about
-   * @param {Update} update
-   */
-  constructor(about, update) {
-    const others = byId("others", HTMLElement);
+  /** @param {Update} update */
+  constructor(update) {
     const choice = byId("prompts", HTMLSelectElement);
-    others.hidden = about.prompts.length < 2;
-    for (const prompt of about.prompts) choice.append(make("option", { value: prompt }, prompt));
     /** @param {string} prompt */
     const change = (prompt) => update({ prompt: prompt === this.#recorded ? null : prompt });
     choice.addEventListener("change", () => {
@@ -182,21 +172,15 @@ export class Sliders {
       const { [name]: _, ...others } = current().state;
       update({ state: amount ? { ...others, [name]: amount } : others });
     };
-    const element = byId("states", HTMLElement);
-    about.states.forEach(({ name, std }, number) => {
-      const id = `state-${number}`;
-      const range = { min: -REACH * STEPS, max: REACH * STEPS, step: 1, value: 0 };
-      const slider = make("input", { id, type: "range", ...range });
-      const value = make("output", { for: id });
-      const text = `Undo the change of ${name}`;
-      const reset = make("button", { class: "reset", type: "button", "aria-label": text }, "×");
+    document.querySelectorAll(".state").forEach((row, number) => {
+      const { name, std } = about.states[number];
+      const slider = find("input", HTMLInputElement, row);
+      const reset = find("button", HTMLButtonElement, row);
       slider.addEventListener("input", () =>
         move(name, rounded((Number(slider.value) / STEPS) * std)),
       );
       reset.addEventListener("click", () => move(name, 0));
-      const label = make("label", { for: id }, name.replaceAll("_", " "));
-      element.append(make("div", { class: "state" }, label, slider, value, reset));
-      this.#rows.push({ slider, value, reset });
+      this.#rows.push({ slider, value: find("output", HTMLOutputElement, row), reset });
     });
     this.#reset.addEventListener("click", () => update({ state: {} }));
   }
@@ -215,7 +199,7 @@ export class Sliders {
       const recorded = moment?.state[number] ?? 0;
       value.textContent = (recorded + amount).toFixed(3);
       value.classList.toggle("is-changed", amount !== 0);
-      const added = amount ? `, changed by ${short(amount)}` : "";
+      const added = amount ? `, changed by ${amount.toPrecision(3)}` : "";
       slider.setAttribute("aria-valuetext", `${value.textContent}${added}`);
       reset.disabled = amount === 0;
     });

@@ -1,7 +1,7 @@
 /** The cameras' pictures, with buttons to switch them off and regions that are covered by dragging. */
 
 import { occlusion, pictureAddress } from "./api.js";
-import { draw, make } from "./elements.js";
+import { find } from "./elements.js";
 import { rounded } from "./link.js";
 
 /**
@@ -29,54 +29,41 @@ const within = (value) => rounded(Math.min(Math.max(value, 0), 1));
 export class Picture {
   /** @type {View | null} */ #view = null;
   /** @type {Box | null} */ #dragged = null;
-  #image = make("img", { alt: "", draggable: "false" });
-  #boxes = make("div", { class: "boxes" });
-  #map = draw("svg", { class: "map", viewBox: "0 0 1 1", preserveAspectRatio: "none" });
+  #image;
+  #drawing;
+  #boxes;
+  #state;
+  #box;
   // The moment and the actions that the map belongs to.
   #mapped = "";
-  #state = make("span", { class: "camera-state" });
   #wanted = "";
   #shown = "";
 
   /**
+   * @param {Element} figure
    * @param {import("./api.js").Camera} camera
    * @param {import("./api.js").About} about
    * @param {Update} update
    * @param {(error: Error) => void} fail
    */
-  constructor(camera, about, update, fail) {
+  constructor(figure, camera, about, update, fail) {
     this.camera = camera;
     this.about = about;
     this.update = update;
     this.fail = fail;
-    this.screen = make(
-      "div",
-      { class: "screen", style: `aspect-ratio: ${camera.width} / ${camera.height}` },
-      this.#image,
-      this.#map,
-      this.#boxes,
-      this.#state,
-    );
-    const label = { "aria-pressed": "false", type: "button" };
-    this.off = make("button", { ...label, title: "The model gets no token of it" }, "Off");
-    this.black = make("button", { ...label, title: "The model sees a black image" }, "Black");
-    this.cover = make("button", { type: "button", title: "Cover the middle" }, "Cover");
-    const reason = "How much covering each part changes the actions";
-    this.map = make("button", { ...label, class: "map-button", title: reason }, "Map");
-    for (const [button, text] of /** @type {[HTMLElement, string][]} */ ([
-      [this.off, "off"],
-      [this.black, "black"],
-      [this.cover, "cover a region of"],
-      [this.map, "map of what matters"],
-    ])) {
-      button.setAttribute("aria-label", `${camera.name}: ${text}`);
-    }
-    const buttons = make("span", { class: "buttons" }, this.off, this.black, this.cover, this.map);
-    const caption = make("figcaption", {}, make("span", {}, camera.name), buttons);
-    this.element = make("figure", { class: "camera" }, this.screen, caption);
+    this.screen = find(".screen", HTMLElement, figure);
+    this.#image = find("img", HTMLImageElement, figure);
+    this.#drawing = find(".map", SVGElement, figure);
+    this.#boxes = find(".boxes", HTMLElement, figure);
+    this.#state = find(".camera-state", HTMLElement, figure);
+    this.#box = find("template", HTMLTemplateElement, figure);
+    this.off = find(".off", HTMLButtonElement, figure);
+    this.black = find(".black", HTMLButtonElement, figure);
+    this.map = find(".map-button", HTMLButtonElement, figure);
+    const cover = find(".cover", HTMLButtonElement, figure);
     this.off.addEventListener("click", () => this.#toggle("off"));
     this.black.addEventListener("click", () => this.#toggle("black"));
-    this.cover.addEventListener("click", () => this.#coverMiddle());
+    cover.addEventListener("click", () => this.#coverMiddle());
     this.map.addEventListener("click", () => void this.#toggleMap());
     this.#image.addEventListener("load", () => this.#loaded());
     this.#image.addEventListener("error", () => this.#loaded());
@@ -107,7 +94,7 @@ export class Picture {
 
   #clearMap() {
     this.#mapped = "";
-    this.#map.replaceChildren();
+    this.#drawing.replaceChildren();
     this.map.setAttribute("aria-pressed", "false");
   }
 
@@ -125,8 +112,12 @@ export class Picture {
     try {
       const { episode, frame, chosen } = view;
       const place = { episode, frame, camera: this.camera.slot };
-      const { cells, value } = await occlusion({ ...place, actions: chosen });
-      if (asked === this.#moment()) this.#drawMap(cells, value);
+      const { drawn } = await occlusion({ ...place, actions: chosen });
+      if (asked === this.#moment()) {
+        this.#drawing.innerHTML = drawn;
+        this.#mapped = asked;
+        this.map.setAttribute("aria-pressed", "true");
+      }
     } catch (error) {
       this.fail(/** @type {Error} */ (error));
     } finally {
@@ -134,18 +125,6 @@ export class Picture {
       this.map.textContent = "Map";
       this.map.disabled = false;
     }
-  }
-
-  /** @param {number[][]} cells @param {number[]} values */
-  #drawMap(cells, values) {
-    const largest = Math.max(...values) || 1;
-    const parts = cells.map(([x, y, right, bottom], place) => {
-      const opacity = (0.75 * Math.max(values[place], 0)) / largest;
-      return draw("rect", { x, y, width: right - x, height: bottom - y, opacity });
-    });
-    this.#map.replaceChildren(...parts);
-    this.#mapped = this.#moment();
-    this.map.setAttribute("aria-pressed", "true");
   }
 
   // One picture at a time, and next the newest: a browser that is told of another one before it has
@@ -162,7 +141,8 @@ export class Picture {
     }
     this.#shown = "";
     const { naturalWidth: width, naturalHeight: height } = this.#image;
-    const canvas = make("canvas", { width, height });
+    const canvas = document.createElement("canvas");
+    Object.assign(canvas, { width, height });
     const context = canvas.getContext("2d");
     if (!context || !width) return;
     context.drawImage(this.#image, 0, 0);
@@ -261,13 +241,8 @@ export class Picture {
   }
 
   #makeBox() {
-    const element = make("button", {
-      class: "box",
-      type: "button",
-      title: "Covered; a click uncovers it",
-      "aria-label": `Covered region of ${this.camera.name}: arrows move it, with shift they change `
-        + "its size, enter uncovers it",
-    });
+    const copy = /** @type {DocumentFragment} */ (this.#box.content.cloneNode(true));
+    const element = find("button", HTMLButtonElement, copy);
     const box = () => {
       const own = (this.#view?.covered ?? []).filter((one) => one.camera === this.camera.slot);
       return own[[...this.#boxes.children].indexOf(element)];

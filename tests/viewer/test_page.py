@@ -32,7 +32,7 @@ def test_every_file_of_the_page_is_in_the_package():
     files = [path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.*") if path.is_file()]
     # tsconfig.json is for those who change the page.
     data = {name for name in files if not name.endswith((".py", ".pyc", "tsconfig.json"))}
-    assert {"inspection/page/index.html", "inspection/page/main.js"} <= data
+    assert {"viewer/templates/inspector.html", "viewer/static/main.js"} <= data
     packed = {name for name in data if any(fnmatch.fnmatch(name, one) for one in patterns)}
     assert packed == data
 

@@ -2,10 +2,10 @@
 
 import * as api from "./api.js";
 import { Scrubber, Sentence, Sliders } from "./controls.js";
-import { byId, make } from "./elements.js";
+import { byId, find } from "./elements.js";
 import { UNCHANGED, changeOf, fromLink, isChanged, toLink } from "./link.js";
 import { Picture } from "./pictures.js";
-import { Bars, Plots } from "./plots.js";
+import { Results } from "./results.js";
 
 /** @typedef {import("./link.js").View} View */
 
@@ -34,15 +34,14 @@ function start(about) {
   let view = fromLink(location.hash, about);
   const current = () => view;
 
-  byId("title", HTMLElement).textContent = about.title || "\u00a0";
-  document.title = about.title ? `${about.title} · piston inspect` : "piston inspect";
   const scrubber = new Scrubber(about, update);
-  const sentence = new Sentence(about, update);
+  const sentence = new Sentence(update);
   const sliders = new Sliders(about, update, current);
-  const bars = new Bars(about, update, current);
-  const plots = new Plots(about);
-  const pictures = about.cameras.map((camera) => new Picture(camera, about, update, fail));
-  byId("cameras", HTMLElement).append(...pictures.map((picture) => picture.element));
+  const results = new Results(about, update, current);
+  const figures = byId("cameras", HTMLElement).children;
+  const pictures = about.cameras.map(
+    (camera, place) => new Picture(figures[place], camera, about, update, fail),
+  );
   const reset = byId("reset", HTMLButtonElement);
   reset.addEventListener("click", () => update(UNCHANGED));
 
@@ -51,6 +50,8 @@ function start(about) {
     ({ episode, frame }, signal) => api.moment(episode, frame, signal),
     (found) => {
       moment = found;
+      // While a slow policy computes, what was recorded is shown alone.
+      if (!answer || answer.ms > SPINNER_MS) results.drawPlots(found.drawn, view);
       show();
     },
     fail,
@@ -61,6 +62,7 @@ function start(about) {
       api.act({ episode: asked.episode, frame: asked.frame, change: changeOf(asked) }, signal),
     (found) => {
       answer = found;
+      results.draw(found.drawn, view);
       tell(found.note);
       show();
     },
@@ -72,10 +74,9 @@ function start(about) {
     sentence.show(view, moment);
     sliders.show(view, moment);
     for (const picture of pictures) picture.show(view);
-    bars.show(view, answer);
-    plots.show(view, moment, answer);
+    results.show(view);
     reset.disabled = !isChanged(view);
-    showTab(about, view.tab);
+    showTab(view.tab);
   }
 
   /** @param {Partial<View>} change */
@@ -137,19 +138,14 @@ function showWaiting(answers, answer) {
   }, 100);
 }
 
-/**
- * @param {api.About} about
- * @param {View["tab"]} tab
- */
-function showTab(about, tab) {
-  const overview = byId("overview", HTMLElement);
-  byId("tab-overview", HTMLButtonElement).hidden = !about.has_overview;
+/** @param {View["tab"]} tab */
+function showTab(tab) {
   for (const name of ["try", "overview"]) {
     byId(name, HTMLElement).hidden = name !== tab;
     byId(`tab-${name}`, HTMLButtonElement).setAttribute("aria-selected", String(name === tab));
   }
-  if (tab !== "overview" || overview.firstChild) return;
-  const frame = make("iframe", { src: "overview", title: "Overview" });
+  const frame = find("#overview iframe", HTMLIFrameElement);
+  if (tab !== "overview" || frame.src) return;
   frame.addEventListener("load", () => {
     const content = frame.contentDocument?.documentElement;
     if (!content) return;
@@ -157,7 +153,7 @@ function showTab(about, tab) {
     new ResizeObserver(fit).observe(content);
     fit();
   });
-  overview.append(frame);
+  frame.src = "overview";
 }
 
 try {

@@ -14,10 +14,10 @@ from piston import presets, weights
 from piston.data.recorder import Recorder
 from piston.inference.policy import Policy
 from piston.inspection.frames import Frames
-from piston.inspection.server import make_app
 from piston.models.configs import GemmaSize, VisionSize
 from piston.robots.aloha import DIM, repack_aloha
 from piston.transforms.normalize import NormStats
+from piston.viewer.inspector import make_inspector
 
 PIXELS, FPS, NUM_FRAMES, NUM_EPISODES, HORIZON = 32, 10, 24, 2, 6
 NAMES = [f"joint_{dim}" for dim in range(DIM)]
@@ -82,10 +82,13 @@ def make_frames(policy, folder):
     return Frames.open(policy, folder)
 
 
-@contextlib.contextmanager
 def serving(policy, frames, overview=None):
+    return serving_app(make_inspector(policy, frames, overview, title="a tiny policy"))
+
+
+@contextlib.contextmanager
+def serving_app(app):
     """Yields the port of a server."""
-    app = make_app(policy, frames, overview, title="a tiny policy")
     config = uvicorn.Config(app, port=0, log_config=None, log_level="warning", lifespan="off")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
