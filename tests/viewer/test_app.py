@@ -74,4 +74,4 @@ def test_an_error_is_json(error, status, text):
 def test_other_sites_get_nothing_of_it(example):
     with serving_app(example) as port:
         assert fetch(port, "/", headers={"Origin": "http://evil.example"})[0] == 403
-        assert fetch(port, "/", headers={"Host": "evil.example"})[0] == 400
+        assert fetch(port, "/", headers={"Host": "evil.example"})[0] == 403

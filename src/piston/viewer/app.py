@@ -6,9 +6,10 @@ Nothing is fetched from other machines, and web pages of other origins are refus
 from __future__ import annotations
 
 import functools
+import ipaddress
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,7 +22,6 @@ with needed_for("A page in the browser"):
     from starlette.exceptions import HTTPException
     from starlette.middleware import Middleware
     from starlette.middleware.base import BaseHTTPMiddleware
-    from starlette.middleware.trustedhost import TrustedHostMiddleware
     from starlette.requests import Request
     from starlette.responses import HTMLResponse, JSONResponse, Response
     from starlette.routing import BaseRoute, Mount
@@ -29,7 +29,6 @@ with needed_for("A page in the browser"):
 
 logger = logging.getLogger(__name__)
 
-EVERY_ADDRESS = ("0.0.0.0", "::")
 _STATIC = Path(__file__).with_name("static")
 _HEADERS = {
     "Cache-Control": "no-cache",
@@ -54,9 +53,11 @@ def make_app(routes: Sequence[BaseRoute], host: str = "127.0.0.1") -> Starlette:
     """Return the application that serves these routes, and the files of `static/`.
 
     `host` is where it will be served. Requests under another name are refused: a page of the
-    internet may have its name resolved to this machine and then ask for data (DNS rebinding).
+    internet may have its name resolved to this machine and then ask for data (DNS rebinding). That
+    is not possible with an address in place of a name, so every address is allowed.
     """
-    names = ["localhost", "127.0.0.1", "::1", "[::1]", socket.gethostname(), host]
+    names = {"localhost", socket.gethostname().lower(), host.lower()}
+    own_pages_only = functools.partial(_own_pages_only, names)
     handlers: dict[Any, Any] = {
         HTTPException: _answer_error,
         ValueError: _answer_error,
@@ -66,25 +67,25 @@ def make_app(routes: Sequence[BaseRoute], host: str = "127.0.0.1") -> Starlette:
     return Starlette(
         routes=[*routes, Mount("/static", StaticFiles(directory=_STATIC))],
         exception_handlers=handlers,
-        middleware=[
-            # The addresses under which others reach this machine are not known to it.
-            Middleware(
-                TrustedHostMiddleware,
-                allowed_hosts=["*"] if host in EVERY_ADDRESS else names,
-                www_redirect=False,
-            ),
-            Middleware(BaseHTTPMiddleware, dispatch=_own_pages_only),
-        ],
+        middleware=[Middleware(BaseHTTPMiddleware, dispatch=own_pages_only)],
     )
 
 
 async def _own_pages_only(
-    request: Request, answer: Callable[[Request], Awaitable[Response]]
+    names: Collection[str], request: Request, answer: Callable[[Request], Awaitable[Response]]
 ) -> Response:
     """Refuse requests that pages of other sites caused; add the headers of every response."""
-    origin = request.headers.get("origin")
-    if origin is not None and urlsplit(origin).netloc != request.headers["host"]:
+    host, origin = request.headers.get("host", ""), request.headers.get("origin")
+    name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
+    problem = None
+    if name not in names and not _is_address(name):
+        problem = (
+            f"The host {host[:100]!r} is not allowed: open the page by this computer's address, or "
+            "as localhost."
+        )
+    elif origin is not None and urlsplit(origin).netloc != host:
         problem = f"The origin {origin[:100]!r} is not allowed: a page asks for itself only."
+    if problem is not None:
         logger.warning("A request was refused: %s", problem)
         response: Response = JSONResponse({"error": problem}, 403)
     else:
@@ -92,6 +93,14 @@ async def _own_pages_only(
     for name, value in _HEADERS.items():
         response.headers.setdefault(name, value)
     return response
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _answer_error(_: Request, error: Exception) -> Response:

@@ -14,7 +14,6 @@ import webbrowser
 from types import FrameType
 
 from piston.extras import needed_for
-from piston.viewer.app import EVERY_ADDRESS
 
 with needed_for("A page in the browser"):
     import uvicorn
@@ -40,7 +39,7 @@ def run(
     """
     listener = listener or listen(host, port)
     number = listener.getsockname()[1]
-    shown = "127.0.0.1" if host in EVERY_ADDRESS else host
+    shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     url = f"http://[{shown}]:{number}/" if ":" in shown else f"http://{shown}:{number}/"
     logger.info("The page is at %s. Ctrl-C ends it.", url)
     if host not in ("localhost", "::1") and not host.startswith("127."):
