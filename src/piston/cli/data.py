@@ -111,7 +111,7 @@ def _info(path: Annotated[str, tyro.conf.Positional, named("DATASET")]) -> int:
     if is_table(root):
         pairs = ImageTextSet(root, complete=False)
         screen.print(f"[bold]{escape(path)}[/bold]  {len(pairs):,} pictures with questions")
-        screen.print(table(("question", "answer"), [*zip(*pairs.texts(_SHOWN_QUESTIONS))]))
+        screen.print(table(("question", "answer"), pairs.pairs(_SHOWN_QUESTIONS)))
         return 0
     metadata = Metadata.read(root, files=False)
     seconds, robot = metadata.total_frames / metadata.fps, metadata.robot_type or "not given"

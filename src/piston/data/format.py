@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from piston.assets import resolve
+from piston.data import protocol
 from piston.files import read_json
 
 Row = dict[str, Any]  # of the table of episodes or of tasks
@@ -65,15 +66,12 @@ class VideoSpan:
 
 
 @dataclasses.dataclass(frozen=True)
-class Episode:
+class Episode(protocol.Episode):
     """`start` is its first row in the numbering of the whole set; `videos` has existing files."""
 
-    index: int
-    start: int
-    length: int
-    tasks: tuple[str, ...]
-    data_path: str
-    videos: Mapping[str, VideoSpan]
+    start: int = 0
+    data_path: str = ""
+    videos: Mapping[str, VideoSpan] = dataclasses.field(default_factory=dict)
 
     def file_of(self, camera: str) -> str:
         """Return the path of the file that has a camera's frames: a video or the data file."""

@@ -33,7 +33,8 @@ import torch
 from jaxtyping import Int64
 from torch.utils.data import DataLoader, get_worker_info
 
-from piston.data.mixture import Samples, WeightedMixture, shuffled
+from piston.data.mixture import WeightedMixture, shuffled
+from piston.data.protocol import Samples
 from piston.observation import stack_samples
 from piston.serialization import ImportedFiles
 from piston.signals import exit_with_parent, ignore_stop_signals

@@ -12,25 +12,16 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, TypeVar
 
 import numpy as np
 from jaxtyping import Int64
 
 from piston.config import DataConfig
-from piston.data.format import Episode
+from piston.data.protocol import Episode, Samples
 
 # The multiples of the golden ratio, modulo 1, are spread evenly over the unit interval.
 _GOLDEN_RATIO = 0.6180339887498949
-
-
-@runtime_checkable
-class Samples(Protocol):
-    """A data set as it is, or after its robot's transforms."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: Any, /) -> Any: ...
 
 
 class RepeatedStarts:
@@ -177,10 +168,11 @@ def shuffled(count: int, *key: int) -> Int64[np.ndarray, " count"]:
     return np.argsort(raw, kind="stable")
 
 
-EpisodeChoice = str | Iterable[int] | Callable[[Episode], bool] | None
+EpisodeChoice = str | Iterable[int] | Callable[[Any], bool] | None
+AnyEpisode = TypeVar("AnyEpisode", bound=Episode)
 
 
-def choose_episodes(episodes: Sequence[Episode], choice: EpisodeChoice) -> list[Episode]:
+def choose_episodes(episodes: Sequence[AnyEpisode], choice: EpisodeChoice) -> list[AnyEpisode]:
     """Return the episodes that a list, a text or a function selects, in their own order.
 
     Numbers are episode indices. "0:50" are those of 0 … 49 that exist, "9-12" is 9 … 12 exactly,
