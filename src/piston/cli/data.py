@@ -72,6 +72,7 @@ def _what_is_read(path: str, problems: Sequence[Problem]) -> str:
     from piston.data.format import locate
     from piston.data.image_text import ImageTextSet, is_table
     from piston.data.metadata import Metadata
+    from piston.data.open import LEROBOT, format_at
 
     root = locate(path)
     if is_table(root):
@@ -81,6 +82,10 @@ def _what_is_read(path: str, problems: Sequence[Problem]) -> str:
         except ValueError:  # one of the problems
             return "pictures with questions"
         return f"{num_rows - len(wrong):,} of {num_rows:,} pictures with questions"
+    if (found := format_at(root)) is not None and found is not LEROBOT:
+        dataset = found.open(root)
+        num_episodes, cameras = len(dataset.episodes), ", ".join(dataset.cameras) or "none"
+        return f"{found.name}, {num_episodes} episodes, cameras: {cameras}"
     metadata = Metadata.read(root)
     num_read, num_all = len(readable_episodes(metadata, problems)), len(metadata.episodes)
     cameras = ", ".join(readable_cameras(metadata, problems)) or "none"
@@ -106,12 +111,20 @@ def _info(path: Annotated[str, tyro.conf.Positional, named("DATASET")]) -> int:
     from piston.data.format import locate
     from piston.data.image_text import ImageTextSet, is_table
     from piston.data.metadata import Metadata
+    from piston.data.open import LEROBOT, format_at
 
     root, screen = locate(path, only_meta=True), console()
     if is_table(root):
         pairs = ImageTextSet(root, complete=False)
         screen.print(f"[bold]{escape(path)}[/bold]  {len(pairs):,} pictures with questions")
         screen.print(table(("question", "answer"), pairs.pairs(_SHOWN_QUESTIONS)))
+        return 0
+    if (found := format_at(root)) is not None and found is not LEROBOT:
+        dataset = found.open(root)
+        screen.print(
+            f"[bold]{escape(path)}[/bold]  {escape(found.name)}\n{len(dataset.episodes):,} "
+            f"episodes, {len(dataset):,} frames, {dataset.fps:g} fps"
+        )
         return 0
     metadata = Metadata.read(root, files=False)
     seconds, robot = metadata.total_frames / metadata.fps, metadata.robot_type or "not given"

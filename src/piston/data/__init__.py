@@ -1,5 +1,6 @@
-"""LeRobot data sets: reading, checking, writing, loading in batches, statistics.
+"""Datasets: reading, checking, writing, loading in batches, statistics.
 
+`protocol` says what a dataset is, `open` has a row for each format, `view` selects and makes chunks.
 `format` and `metadata` read what a folder declares, `columns` and `video` read its files,
 `findings` and `check` find what is wrong (`problems`), `dataset` is the open data set, and
 `pipeline` makes it what the model sees. `recorder`, `convert` and `aloha_hdf5` make new sets, which

@@ -33,7 +33,7 @@ import torch
 from jaxtyping import Int64
 from torch.utils.data import DataLoader, get_worker_info
 
-from piston.data.mixture import WeightedMixture, shuffled
+from piston.data.mixture import WeightedMixture, epoch_order
 from piston.data.protocol import Samples
 from piston.observation import stack_samples
 from piston.serialization import ImportedFiles
@@ -66,7 +66,7 @@ class Order:
 
     The row is a function of the seed, so a global batch is the same for any number of ranks. A
     position counts the samples that all ranks together have had. A `WeightedMixture` is taken in
-    its own shares.
+    its own shares. Samples with blocks are shuffled within windows of blocks.
     """
 
     def __init__(
@@ -91,19 +91,19 @@ class Order:
         self.rank, self.world_size = rank, world_size
         mixture = samples if isinstance(samples, WeightedMixture) else None
         # What the order depends on besides the seed, as JSON keeps it.
-        count = self.samples_per_epoch = mixture.samples_per_epoch if mixture else len(samples)
+        self.samples_per_epoch = mixture.samples_per_epoch if mixture else len(samples)
         self.mixture = mixture and {
             "sizes": [float(len(dataset)) for dataset in mixture.datasets],
             "weights": list(mixture.weights),
         }
 
         @functools.lru_cache(maxsize=2)  # a batch may extend over the end of an epoch
-        def epoch_order(epoch: int) -> Indices:
+        def order_of(epoch: int) -> Indices:
             if mixture:
                 return mixture.plan(seed=seed, epoch=epoch)
-            return shuffled(count, seed, epoch)
+            return epoch_order(samples, seed, epoch)
 
-        self._epoch_order = epoch_order
+        self._epoch_order = order_of
 
     def take(self, position: int) -> Indices:
         """Return this rank's part of the batch that starts at a position."""

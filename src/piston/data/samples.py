@@ -13,7 +13,7 @@ import numpy as np
 from piston.config import DataConfig
 from piston.data.open import PADDING_KEY
 from piston.data.problems import advising
-from piston.data.protocol import Samples
+from piston.data.protocol import Samples, blocks_of
 from piston.models.configs import ModelConfig
 from piston.transforms import Data, compose
 
@@ -45,6 +45,10 @@ class TrainingData:
 
     def __len__(self) -> int:
         return len(self._dataset)
+
+    @property
+    def blocks(self) -> np.ndarray | None:
+        return blocks_of(self._dataset)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         with advising(self._config):
