@@ -291,7 +291,7 @@ def test_far_outliers_are_found():
 @pytest.fixture
 def aloha_set(tmp_path):
     """14 joints, of which one never moves and one has a far outlier."""
-    from piston.data.recorder import Recorder
+    from piston.data.record import Recorder
 
     names = [f"joint_{i}" for i in range(14)]
     numbers = {"dtype": "float32", "shape": [14], "names": names}

@@ -69,8 +69,8 @@ def _check_set(path: str) -> int:
 
 def _what_is_read(path: str, problems: Sequence[Problem]) -> str:
     from piston.data.check import readable_cameras, readable_episodes
-    from piston.data.format import locate
     from piston.data.image_text import ImageTextSet, is_table
+    from piston.data.location import locate
     from piston.data.metadata import Metadata
     from piston.data.open import LEROBOT, format_at
 
@@ -108,8 +108,8 @@ def _info(path: Annotated[str, tyro.conf.Positional, named("DATASET")]) -> int:
         path: A folder (LeRobot's, or pictures with questions), owner/name on the hub, or hf://…
     """
     from piston.data.describe import describe_labels
-    from piston.data.format import locate
     from piston.data.image_text import ImageTextSet, is_table
+    from piston.data.location import locate
     from piston.data.metadata import Metadata
     from piston.data.open import LEROBOT, format_at
 
@@ -179,7 +179,7 @@ def _convert(
     """
     from piston.data.aloha_hdf5 import SUFFIXES, convert_aloha_hdf5
     from piston.data.convert import convert_to_v30
-    from piston.data.format import locate
+    from piston.data.location import locate
 
     folder = Path(source)
     files = folder.iterdir() if folder.is_dir() else [folder]

@@ -21,8 +21,9 @@ import numpy as np
 from piston.data.check_frames import BLACK, STOPS, check_frames
 from piston.data.columns import Columns, ImageRows, fits
 from piston.data.findings import Findings, inspect_files, left_out
-from piston.data.format import DERIVED, PERSISTENT, Episode, dimension_names, list_files, locate
+from piston.data.format import DERIVED, PERSISTENT, Episode, dimension_names, list_files
 from piston.data.image_text import ImageTextSet
+from piston.data.location import locate
 from piston.data.metadata import CAMERA_IGNORED, Metadata
 from piston.data.open import IMAGE_TEXT, LEROBOT, format_at
 from piston.data.problems import Problem, Severity, episode_problem, ranges

@@ -31,8 +31,9 @@ from jaxtyping import Int64, UInt8
 
 from piston.data.columns import ImageRows, join_columns
 from piston.data.findings import Findings, inspect_files, left_out
-from piston.data.format import Episode, Feature, locate
+from piston.data.format import Episode, Feature
 from piston.data.language import Kind, Labels, Question, join_labels
+from piston.data.location import locate
 from piston.data.metadata import Metadata
 from piston.data.mixture import EpisodeChoice, choose_episodes
 from piston.data.problems import EpisodeError, grouped, unknown_key

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from piston.config import DataConfig
 from piston.data.dataset import open_dataset
-from piston.data.format import DERIVED, INFO, locate, read_info
+from piston.data.format import DERIVED, INFO, read_info
 from piston.data.image_text import ImageTextSet, is_table, questions_of
+from piston.data.location import locate
 from piston.data.metadata import Metadata
 from piston.data.problems import advising, unknown_key
 from piston.data.protocol import Dataset

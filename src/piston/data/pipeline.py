@@ -13,7 +13,8 @@ from pathlib import Path
 
 from piston.config import DataConfig
 from piston.data.cache import CachedFrames
-from piston.data.format import DERIVED, Feature, dimension_names, locate
+from piston.data.format import DERIVED, Feature, dimension_names
+from piston.data.location import locate
 from piston.data.mixture import EpisodeChoice, shorten, split_episodes
 from piston.data.open import keys_used, read_for_pipeline
 from piston.data.problems import advising

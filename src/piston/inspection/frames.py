@@ -16,7 +16,8 @@ from jaxtyping import Bool, Float
 
 from piston.config import DataConfig
 from piston.data.dataset import LeRobotDataset
-from piston.data.format import locate, read_features, read_info
+from piston.data.format import read_features, read_info
+from piston.data.location import locate
 from piston.data.metadata import Metadata
 from piston.data.open import repacked
 from piston.data.pipeline import action_names, open_source
