@@ -227,6 +227,15 @@ def test_the_order_of_blocks_is_a_function_of_seed_and_position():
     assert np.concatenate(ranks).tolist() == taken[2]
 
 
+def test_a_position_in_an_order_without_blocks_is_another_one(caplog):
+    samples = Blocks(4, 6, 5)
+    state = Order(samples, 5, seed=0).state_dict(5)
+    assert Order(samples, 5, seed=0).position_of(state) == 5
+    assert not caplog.records
+    Order(range(15), 5, seed=0).position_of(state)
+    assert "blocks was [3], now it is None" in caplog.text
+
+
 def test_blocks_stay_together_in_a_mixture():
     samples, plain = Blocks(*[4] * 30), range(60)
     mixture = WeightedMixture([plain, samples], [1, 2])
