@@ -24,7 +24,7 @@ from rich.table import Table
 from common import main
 from piston.cli.console import console
 from piston.config import AssetsConfig, TrainConfig
-from piston.data.recorder import Recorder
+from piston.data.record import Recorder
 from piston.models.configs import GEMMA, VISION, Dtype, GemmaSize, Pi0Config, VisionSize
 from piston.robots.aloha import DIM, LeRobotAlohaDataConfig
 from piston.training.loop import train_loop

@@ -18,9 +18,10 @@ import tyro
 import piston
 from piston import weights
 from piston.config import CosineDecaySchedule, DataConfig, TrainConfig
-from piston.data.dataset import LeRobotDataset
 from piston.data.pipeline import open_source, split_sources
+from piston.data.protocol import Dataset
 from piston.data.statistics import TransformedColumns, compute_statistics
+from piston.data.view import select
 from piston.logs import init_logging
 from piston.models.configs import GemmaSize, LoRA, Pi0Config
 from piston.robots.aloha import LeRobotAlohaDataConfig, repack_aloha
@@ -98,13 +99,13 @@ def make_config(
     )
 
 
-def open_parts(config: TrainConfig) -> tuple[DataConfig, LeRobotDataset, LeRobotDataset]:
+def open_parts(config: TrainConfig) -> tuple[DataConfig, Dataset, Dataset]:
     """Return the pipeline, the episodes that the run trains on, and those that it holds out."""
     pipeline = config.data_config()
     dataset, held_out_count = open_source(pipeline, config.model), config.validation_episodes
     (parts,) = split_sources([pipeline], [dataset], held_out_count, seed=config.seed)
     trained, held_out = parts
-    return pipeline, dataset.select(trained), dataset.select(held_out)
+    return pipeline, select(dataset, trained), select(dataset, held_out)
 
 
 def write_statistics(config: TrainConfig) -> None:

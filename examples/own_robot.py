@@ -63,7 +63,7 @@ def teleoperated_target(step: int, phase: float) -> np.ndarray:
 
 def record(folder: str, task: str, episodes: int, num_steps: int) -> None:
     """Record demonstrations. Every saved episode is complete, whatever happens afterwards."""
-    from piston.data.recorder import Recorder
+    from piston.data.record import Recorder
 
     with Recorder(folder, HZ, FEATURES, robot_type="my_arm", codec="h264") as recorder:
         for episode in range(episodes):

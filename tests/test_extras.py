@@ -71,7 +71,9 @@ def test_piston_requires_the_client_of_its_own_version():
 
 def test_the_extras():
     extras = _project(REPOSITORY)["optional-dependencies"]
-    assert set(extras) - {"dev"} == set(_PACKAGES) - {""} | {"client", "full", "inspect"}
+    assert set(extras) - {"dev", "record"} == set(_PACKAGES) - {""} | {"client", "full", "inspect"}
+    # Of Piston's own dependencies, those that recording alone needs.
+    assert set(extras["record"]) < {*_project(REPOSITORY)["dependencies"]}
     # The names that 0.1.0 had.
     assert extras["client"] == extras["full"] == []
 

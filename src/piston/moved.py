@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 MOVED = {
     "piston.client": "piston_client",
+    "piston.data.recorder": "piston.data.record",
 }
 
 

@@ -9,7 +9,7 @@ from piston.cli import main
 from piston.data.describe import describe_robot
 from piston.data.format import Feature
 from piston.data.metadata import Metadata
-from piston.data.recorder import Recorder
+from piston.data.record import Recorder
 from piston.inference.loading import load_policy
 from piston.robots.description import read_robot
 from piston.serving import running_server

@@ -11,7 +11,7 @@ import pytest
 
 from piston import presets, serialization
 from piston.cli import main
-from piston.data.recorder import Recorder
+from piston.data.record import Recorder
 from piston.inference.loading import load_policy
 from piston_client.examples import example_observation
 

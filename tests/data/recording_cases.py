@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from piston.data import open_dataset
-from piston.data.recorder import Recorder
+from piston.data.record import Recorder
 
 FPS = 10
 HEIGHT, WIDTH = 64, 96

@@ -11,7 +11,7 @@ import PIL.Image
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from piston.data.recorder import priority_kept
+from piston.data.record.encoding import priority_kept
 
 FPS = 10
 HEIGHT, WIDTH = 64, 64

@@ -15,7 +15,7 @@ from PIL import Image
 
 from piston.data import check_dataset, open_dataset
 from piston.data.convert import convert_to_v30
-from piston.data.recorder import Recorder
+from piston.data.record import Recorder
 from piston.files import json_line, read_json, write_json
 
 from .recording_cases import (
@@ -360,7 +360,7 @@ def test_a_failed_overwrite_keeps_the_old_set(
     def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("piston.data.writer.publish", fail)
+    monkeypatch.setattr("piston.data.record.writer.publish", fail)
     with pytest.raises(OSError, match="No space"):
         convert_to_v30(source, target, overwrite=True)
     assert check_set(target) == 5

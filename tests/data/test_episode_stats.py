@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from piston.data.features import (
+from piston.data.record.columns import (
     NUM_BINS,
     QUANTILES,
     column_stats,

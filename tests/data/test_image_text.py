@@ -16,7 +16,7 @@ from piston.cli import main
 from piston.data import check_dataset, columns, open_dataset
 from piston.data.image_text import ImageTextSet, questions_of
 from piston.data.language import Question
-from piston.data.recorder import Recorder
+from piston.data.record import Recorder
 
 TEXTS = [("What is it?", "a cup"), ("¿Dónde está?", "on the shelf\nabove"), ("How many?", "2")]
 KINDS = ["lines", "paths", "bytes", "struct", "struct path"]

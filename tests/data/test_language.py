@@ -17,11 +17,11 @@ from piston.data import check_dataset, findings, language, open_dataset
 from piston.data.check import usable
 from piston.data.convert import convert_to_v30
 from piston.data.describe import describe_robot
-from piston.data.features import FrameError
 from piston.data.language import Question
 from piston.data.metadata import Metadata
 from piston.data.problems import EpisodeError
-from piston.data.recorder import Recorder
+from piston.data.record import Recorder
+from piston.data.record.declare import FrameError
 
 from .recording_cases import as_v21, files_of
 from .synthetic import Folder

@@ -1,7 +1,6 @@
 """Limits from training data: the range and the steps of what the robot is told."""
 
 import dataclasses
-import types
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ from piston.config import DataConfigFactory
 from piston.data import limits as module
 from piston.data.limits import action_limits
 from piston.data.pipeline import open_sources
+from piston.data.protocol import Episode
 from piston.data.statistics import TransformedColumns, compute_statistics
 from piston.robots import RobotDataConfig, RobotInputs
 from piston.robots.aloha import LeRobotAlohaDataConfig
@@ -74,14 +74,14 @@ def test_several_sets_have_the_limits_of_all(tmp_path):
 class Memory:
     """A data set in memory, of random walks whose last dimension is a gripper that snaps shut."""
 
-    metadata = types.SimpleNamespace(root="memory", tasks={})
+    root, texts = "memory", {}
     lengths = (24, 16)
 
     def __init__(self, dims, cameras=()):
         self.keys, self.cameras = tuple(dims), cameras
         stops = np.cumsum(self.lengths)
         self.episode_bounds = np.stack([stops - self.lengths, stops], axis=1)
-        self.episodes = [types.SimpleNamespace(index=i, tasks=()) for i in range(len(stops))]
+        self.episodes = [Episode(i, length) for i, length in enumerate(self.lengths)]
         random = np.random.default_rng(0)
         self.columns = {}
         for key, dim in dims.items():

@@ -9,7 +9,8 @@ import pytest
 
 from piston.data import check_dataset, open_dataset
 from piston.data.convert import convert_to_v30
-from piston.data.format import Feature, dimension_names, lerobot_home, locate
+from piston.data.format import Feature, dimension_names
+from piston.data.location import lerobot_home, locate
 from piston.data.metadata import Metadata
 from piston.data.video import VideoError, VideoReader, probe_video
 
@@ -281,7 +282,7 @@ def test_what_is_nowhere_goes_to_the_hub_or_is_an_error(tmp_path, monkeypatch):
         asked.append(location)
         return tmp_path / "downloaded" / location.rsplit("/", 1)[1]
 
-    monkeypatch.setattr("piston.data.format.resolve", resolve)
+    monkeypatch.setattr("piston.data.location.resolve", resolve)
     assert locate("owner/name") == tmp_path / "downloaded/name"
     assert locate("hf://datasets/owner/name", only_meta=True) == tmp_path / "downloaded"
     assert asked == ["hf://datasets/owner/name", "hf://datasets/owner/name/meta"]

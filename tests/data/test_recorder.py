@@ -17,8 +17,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from piston.data import check_dataset, open_dataset
-from piston.data.features import FrameError
-from piston.data.recorder import CameraThread, Recorder, VideoEncoding, encode_video
+from piston.data.record import Recorder
+from piston.data.record.declare import FrameError
+from piston.data.record.encoding import CameraThread, VideoEncoding, encode_video
 
 from .recording_cases import (
     FEATURES,
@@ -306,7 +307,7 @@ def test_paths_that_leave_the_set_or_meet_again_are_refused(
 
 
 def test_episode_table_rolls_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("piston.data.writer.EPISODES_PER_FILE", 3)
+    monkeypatch.setattr("piston.data.record.writer.EPISODES_PER_FILE", 3)
     root = tmp_path / "set"
     for first in (0, 5):
         with Recorder(root, FPS, FEATURES, codec="h264", resume=True) as recorder:
@@ -369,7 +370,7 @@ def test_a_full_disk_costs_only_that_episode(
                 def full(*_: Any) -> None:
                     raise OSError(28, "No space left on device")
 
-                patches.setattr(f"piston.data.writer.{failing}", full)
+                patches.setattr(f"piston.data.record.writer.{failing}", full)
                 with pytest.raises(OSError, match="No space"):
                     record(recorder, 1)
             assert recorder.num_episodes == 1

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from piston.data.metadata import Metadata
-from piston.data.recorder import Recorder
+from piston.data.record import Recorder
 
 from .recording_cases import VIDEO, check_set, files_of, record, small_recorder
 

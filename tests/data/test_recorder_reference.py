@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from piston.data import check_dataset, open_dataset
-from piston.data.recorder import Recorder
+from piston.data.record import Recorder
 
 from .recording_cases import files_of, video
 

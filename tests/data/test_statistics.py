@@ -1,7 +1,6 @@
 """Statistics: equal to a slow, straightforward computation, whatever the data are like."""
 
 import json
-import types
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from piston.cli import main, train
 from piston.config import DataConfig
 from piston.data import open_dataset, statistics
 from piston.data.pipeline import open_source, split_sources
+from piston.data.protocol import Episode, Texts
 from piston.data.statistics import TransformedColumns, compute_statistics
 from piston.robots import RobotInputs
 from piston.transforms import Group
@@ -28,16 +28,16 @@ class Columns:
     """A data set in memory: state and action of three dimensions, two tasks."""
 
     cameras = ("observation.images.top",)
-    keys = ("observation.state", "action", "task_index")
+    keys = ("observation.state", "action")
+    root = "memory"
 
     def __init__(self, lengths, make, seed=0):
         stops = np.cumsum(lengths)
         self.episode_bounds = np.stack([stops - lengths, stops], axis=1)
-        self.episodes = [types.SimpleNamespace(index=10 + i, tasks=()) for i in range(len(lengths))]
-        self.metadata = types.SimpleNamespace(root="memory", tasks={0: "a", 1: "b"})
+        self.episodes = [Episode(10 + i, length) for i, length in enumerate(lengths)]
         random = np.random.default_rng(seed)
-        self.columns = {key: make(random, (stops[-1], 3)) for key in self.keys[:2]}
-        self.columns["task_index"] = np.arange(stops[-1]) % 2
+        self.columns = {key: make(random, (stops[-1], 3)) for key in self.keys}
+        self.texts = {"task": Texts(("a", "b"), np.arange(stops[-1]) % 2)}
 
     def __len__(self):
         return int(self.episode_bounds[-1, 1])
@@ -169,7 +169,6 @@ def test_several_data_sets_are_one_whatever_their_sizes():
 def test_data_sets_of_different_dimensions_have_no_common_statistics():
     other = Columns([20], normal)
     other.columns = {key: value[..., :2] for key, value in other.columns.items()}
-    other.columns["task_index"] = np.zeros(20, int)
     absolute = columns_of(other, data_transforms=Group(inputs=(three_joints,)))
     with pytest.raises(ValueError, match="3 dimensions in one data set and 2 in another"):
         compute_statistics([columns_of(Columns([20], normal)), absolute])
@@ -292,7 +291,7 @@ def test_far_outliers_are_found():
 @pytest.fixture
 def aloha_set(tmp_path):
     """14 joints, of which one never moves and one has a far outlier."""
-    from piston.data.recorder import Recorder
+    from piston.data.record import Recorder
 
     names = [f"joint_{i}" for i in range(14)]
     numbers = {"dtype": "float32", "shape": [14], "names": names}

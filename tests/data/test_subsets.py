@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from piston.config import DataConfig
-from piston.data.format import Episode
 from piston.data.mixture import (
     RepeatedStarts,
     WeightedMixture,
@@ -17,10 +16,11 @@ from piston.data.mixture import (
     shuffled,
     split_episodes,
 )
+from piston.data.protocol import Episode
 
 
 def _episodes(indices):
-    return [Episode(index, 0, 10 + index, (), "", {}) for index in indices]
+    return [Episode(index, 10 + index) for index in indices]
 
 
 @pytest.mark.parametrize(

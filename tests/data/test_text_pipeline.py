@@ -9,7 +9,6 @@ import pytest
 from piston.config import DataConfig, ModelTransformFactory
 from piston.data.cache import CachedFrames
 from piston.data.pipeline import (
-    open_questions,
     open_source,
     open_sources,
     open_training_data,
@@ -178,7 +177,7 @@ def test_texts_that_are_too_long_are_found_before_they_are_used(root, tmp_path):
     for folder, text in ((make(tmp_path / "set", "bytes"), "a cup"), (root, '{"point": [3, 4]}')):
         config = dataclasses.replace(pictures(folder, short), entry="questions")
         with pytest.raises(ValueError, match="The answer ") as found:
-            require_short_texts(open_questions(config), config)
+            require_short_texts(open_source(config, TEXT_MODEL), config)
         assert text in str(found.value)
         assert found.value.__notes__ == [f"in {folder} (questions)"]
     config = robot(root)
@@ -204,6 +203,6 @@ def test_what_pictures_cannot_have(root, tmp_path):
         pictures(root, default_prompt="go", subtasks=True)
     table = make(tmp_path / "set", "lines")
     with pytest.raises(ValueError, match="--data.episodes is set, but .* is a table"):
-        open_questions(pictures(table, episodes="0:2"))
+        open_source(pictures(table, episodes="0:2"), TEXT_MODEL)
     with pytest.raises(ValueError, match="needs a model with text among its --model.targets"):
         ModelTransformFactory(subtasks=True)(MODEL)

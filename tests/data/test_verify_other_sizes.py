@@ -10,7 +10,7 @@ from tests.data.recording_cases import as_v21
 from tests.data.synthetic import decode_in_order
 
 from piston.cli import models
-from piston.data.recorder import Recorder
+from piston.data.record import Recorder
 
 HEIGHT, WIDTH = 34, 98
 CAMERAS = ("observation.images.left", "observation.images.right", "observation.images.third")

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from piston import cli, presets, weights
-from piston.data.recorder import Recorder
+from piston.data.record import Recorder
 from piston.inference.loading import load_policy
 from piston.models.configs import GemmaSize, Pi0Config, VisionSize
 from piston.serving import running_server

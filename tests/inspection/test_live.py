@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from piston import presets
-from piston.data.recorder import Recorder
+from piston.data.record import Recorder
 from piston.inference.policy import Policy
 from piston.inference.recording import RecordingPolicy
 from piston.inspection import Frames

@@ -15,7 +15,7 @@ import numpy as np
 
 from piston.config import AdamW, AssetsConfig, CosineDecaySchedule, TrainConfig
 from piston.data.pipeline import open_source
-from piston.data.recorder import Recorder
+from piston.data.record import Recorder
 from piston.data.statistics import TransformedColumns, compute_statistics
 from piston.models.configs import GemmaSize, Pi0Config, VisionSize
 from piston.robots import RobotInputs

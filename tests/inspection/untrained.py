@@ -12,7 +12,7 @@ from tests.models.tiny import IMAGE_SIZE, VISION, gemma, randomized
 
 from piston import weights
 from piston.config import DataConfig
-from piston.data.recorder import Recorder
+from piston.data.record import Recorder
 from piston.inference.policy import Policy
 from piston.models.configs import ModelConfig, Pi0Config, Pi0FASTConfig
 from piston.robots import RobotInputs

@@ -7,7 +7,8 @@ import numpy as np
 
 from piston import presets
 from piston.config import AssetsConfig, TrainConfig
-from piston.data.recorder import Recorder, VideoEncoding, encode_video
+from piston.data.record import Recorder
+from piston.data.record.encoding import VideoEncoding, encode_video
 from piston.models.configs import GemmaSize, VisionSize
 from piston.robots.aloha import DIM
 from piston.sim.scores import Evaluation, Outcome, Trace, latency_percentiles

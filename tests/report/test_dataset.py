@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from piston.data.dataset import open_dataset
-from piston.data.recorder import Recorder
+from piston.data.record import Recorder
 from piston.report.dataset import dataset
 from piston.report.training import read_run
 

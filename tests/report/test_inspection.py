@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from piston.cli import main
-from piston.data.recorder import Recorder
+from piston.data.record import Recorder
 
 from . import cases
 

@@ -13,7 +13,7 @@ pytest.importorskip("metaworld", reason="needs the extra `sim`")
 
 from piston.cli import main
 from piston.data import check_dataset, open_dataset
-from piston.data.writer import RECORDING
+from piston.data.record.writer import RECORDING
 from piston.sim import RECORDING_SEEDS, make_environment, make_expert, recording
 from piston.sim.recording import LOG, Recording, record
 

@@ -34,7 +34,7 @@ from tests.weights.test_orbax import arrays_of, write_arrays
 
 from piston.data import open_dataset
 from piston.data.columns import decode_image
-from piston.data.recorder import Recorder
+from piston.data.record import Recorder
 from piston.inference import load_policy
 from piston.progress import Progress
 from piston.training.checkpoint import restore

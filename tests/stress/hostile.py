@@ -27,7 +27,7 @@ from tests.training.test_step import make_trainer
 from files import REFERENCE, read_set
 from piston import assets
 from piston.data.convert import convert_to_v30
-from piston.data.recorder import Recorder
+from piston.data.record import Recorder
 from piston.files import write_manifest
 from piston.inference import load_policy
 from piston.progress import Progress

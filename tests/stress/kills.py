@@ -23,7 +23,7 @@ from tests.training.running import assert_same_run, losses, tiny
 
 from files import read_set
 from piston.data.convert import convert_to_v30
-from piston.data.recorder import Recorder
+from piston.data.record import Recorder
 from piston.progress import Progress
 from piston.training.loop import train_loop
 from rows import Part, Row, quiet

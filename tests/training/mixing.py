@@ -17,7 +17,7 @@ from PIL import Image
 from piston.cli.train import parse
 from piston.config import TrainConfig
 from piston.data.language import Question
-from piston.data.recorder import Recorder
+from piston.data.record import Recorder
 
 from .recording import PIXELS, record
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from piston.config import AssetsConfig
-from piston.data.recorder import Recorder
+from piston.data.record import Recorder
 from piston.robots.simple import LeRobotLiberoDataConfig
 from piston.transforms.normalize import NormStats, write_norm_stats
 

@@ -12,7 +12,7 @@ from piston.cli.train import parse
 from piston.config import AssetsConfig, DataConfig
 from piston.data.dataset import LeRobotDataset
 from piston.data.problems import EpisodeError, leave_out, leave_out_any
-from piston.data.recorder import Recorder
+from piston.data.record import Recorder
 from piston.data.samples import TrainingData
 from piston.training import loop
 from piston.training.checkpoint import saved_steps

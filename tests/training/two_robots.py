@@ -15,7 +15,7 @@ import numpy as np
 
 from piston.config import AdamW, AssetsConfig, CosineDecaySchedule, MixtureDataConfig, TrainConfig
 from piston.data.language import Question
-from piston.data.recorder import Recorder
+from piston.data.record import Recorder
 from piston.models.configs import GemmaSize, Pi0Config, VisionSize
 from piston.robots import RobotInputs
 from piston.robots.description import DescribedRobotDataConfig

@@ -11,7 +11,7 @@ import torch
 import uvicorn
 
 from piston import presets, weights
-from piston.data.recorder import Recorder
+from piston.data.record import Recorder
 from piston.inference.policy import Policy
 from piston.inspection.frames import Frames
 from piston.models.configs import GemmaSize, VisionSize

@@ -69,9 +69,10 @@ def _check_set(path: str) -> int:
 
 def _what_is_read(path: str, problems: Sequence[Problem]) -> str:
     from piston.data.check import readable_cameras, readable_episodes
-    from piston.data.format import locate
     from piston.data.image_text import ImageTextSet, is_table
+    from piston.data.location import locate
     from piston.data.metadata import Metadata
+    from piston.data.open import LEROBOT, format_at
 
     root = locate(path)
     if is_table(root):
@@ -81,6 +82,10 @@ def _what_is_read(path: str, problems: Sequence[Problem]) -> str:
         except ValueError:  # one of the problems
             return "pictures with questions"
         return f"{num_rows - len(wrong):,} of {num_rows:,} pictures with questions"
+    if (found := format_at(root)) is not None and found is not LEROBOT:
+        dataset = found.open(root)
+        num_episodes, cameras = len(dataset.episodes), ", ".join(dataset.cameras) or "none"
+        return f"{found.name}, {num_episodes} episodes, cameras: {cameras}"
     metadata = Metadata.read(root)
     num_read, num_all = len(readable_episodes(metadata, problems)), len(metadata.episodes)
     cameras = ", ".join(readable_cameras(metadata, problems)) or "none"
@@ -103,15 +108,23 @@ def _info(path: Annotated[str, tyro.conf.Positional, named("DATASET")]) -> int:
         path: A folder (LeRobot's, or pictures with questions), owner/name on the hub, or hf://…
     """
     from piston.data.describe import describe_labels
-    from piston.data.format import locate
     from piston.data.image_text import ImageTextSet, is_table
+    from piston.data.location import locate
     from piston.data.metadata import Metadata
+    from piston.data.open import LEROBOT, format_at
 
     root, screen = locate(path, only_meta=True), console()
     if is_table(root):
         pairs = ImageTextSet(root, complete=False)
         screen.print(f"[bold]{escape(path)}[/bold]  {len(pairs):,} pictures with questions")
-        screen.print(table(("question", "answer"), [*zip(*pairs.texts(_SHOWN_QUESTIONS))]))
+        screen.print(table(("question", "answer"), pairs.pairs(_SHOWN_QUESTIONS)))
+        return 0
+    if (found := format_at(root)) is not None and found is not LEROBOT:
+        dataset = found.open(root)
+        screen.print(
+            f"[bold]{escape(path)}[/bold]  {escape(found.name)}\n{len(dataset.episodes):,} "
+            f"episodes, {len(dataset):,} frames, {dataset.fps:g} fps"
+        )
         return 0
     metadata = Metadata.read(root, files=False)
     seconds, robot = metadata.total_frames / metadata.fps, metadata.robot_type or "not given"
@@ -166,7 +179,7 @@ def _convert(
     """
     from piston.data.aloha_hdf5 import SUFFIXES, convert_aloha_hdf5
     from piston.data.convert import convert_to_v30
-    from piston.data.format import locate
+    from piston.data.location import locate
 
     folder = Path(source)
     files = folder.iterdir() if folder.is_dir() else [folder]

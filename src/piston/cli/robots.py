@@ -33,7 +33,7 @@ def _init_robot(
         overwrite: Replace the file if it exists.
     """
     from piston.data.describe import describe_robot
-    from piston.data.format import locate
+    from piston.data.location import locate
     from piston.data.metadata import Metadata
     from piston.robots.description import read_robot
 

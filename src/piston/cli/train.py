@@ -52,7 +52,7 @@ from piston.transforms.normalize import constant_dimensions, write_norm_stats
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from piston.data.dataset import LeRobotDataset
+    from piston.data.protocol import Dataset
     from piston.data.statistics import KeyStatistics
 
 SCHEDULES: dict[str, type[LRSchedule]] = {
@@ -302,8 +302,8 @@ def run_stats(args: list[str]) -> None:
     arguments: StatsArguments = _parse("piston stats", description, args, stats_arguments)
     if arguments.max_frames is not None and arguments.max_frames < 1:
         raise ValueError(f"--max-frames is {arguments.max_frames}; expected at least 1.")
-    from piston.data.dataset import LeRobotDataset
     from piston.data.pipeline import open_sources, split_sources
+    from piston.data.view import select
 
     config = arguments.config
     pipelines = config.pipelines()
@@ -313,10 +313,10 @@ def run_stats(args: list[str]) -> None:
     # The episodes that are trained on: without those that cannot be read or are held out.
     opened = open_sources(pipelines, config.model)
     parts = split_sources(pipelines, opened, config.validation_episodes, seed=config.seed)
-    robots: dict[str, list[tuple[DataConfig, LeRobotDataset]]] = {}
+    robots: dict[str, list[tuple[DataConfig, Dataset]]] = {}
     for one, dataset, (kept, _) in zip(pipelines, opened, parts):
-        if one.has_actions and isinstance(dataset, LeRobotDataset):
-            robots.setdefault(one.entry, []).append((one, dataset.select(kept)))
+        if one.has_actions:
+            robots.setdefault(one.entry, []).append((one, select(dataset, kept)))
     for entry, sets in robots.items():
         if entry:
             console().rule(entry)
@@ -325,13 +325,14 @@ def run_stats(args: list[str]) -> None:
 
 def _compute(
     config: TrainConfig,
-    sets: Sequence[tuple[DataConfig, LeRobotDataset]],
+    sets: Sequence[tuple[DataConfig, Dataset]],
     max_frames: int | None,
 ) -> None:
     """Compute, show and write the statistics of one robot's data sets together."""
     from piston.data.format import dimension_names
-    from piston.data.pipeline import keys_used
+    from piston.data.open import keys_used
     from piston.data.statistics import TransformedColumns, compute_statistics
+    from piston.data.view import features_of
 
     begun, (data_config, first) = time.monotonic(), sets[0]
     steps = data_config.steps_read(config.model.action_horizon)
@@ -342,7 +343,7 @@ def _compute(
         statistics = compute_statistics(columns, max_frames=max_frames, progress=bar.show)
     seconds = time.monotonic() - begun
     # Dimensions have the names that the data set declares.
-    features = first.metadata.features
+    features = features_of(first)
     used = [features[key] for key in keys_used(data_config) or features if key in features]
     actions = [one for one in used if one.name in data_config.action_sequence_keys]
     state = [one for one in used if one not in actions and not one.is_camera]

@@ -24,9 +24,10 @@ from jaxtyping import UInt8
 
 from piston.data.columns import decode_image
 from piston.data.convert import Conversion, convert_each, replacing_options
-from piston.data.features import FrameError
 from piston.data.format import CAMERA_DTYPES
-from piston.data.recorder import Recorder, VideoEncoding
+from piston.data.record import Recorder
+from piston.data.record.declare import FrameError
+from piston.data.record.encoding import VideoEncoding
 from piston.extras import needed_for
 from piston.files import atomic_folder, check_new_folder
 from piston.progress import Progress, no_progress

@@ -12,7 +12,6 @@ which then leaves them as they are.
 
 from __future__ import annotations
 
-import collections
 import functools
 import hashlib
 import logging
@@ -27,9 +26,8 @@ import numpy as np
 
 from piston.assets import home
 from piston.data.check import worker_threads
-from piston.data.dataset import LeRobotDataset
-from piston.data.format import Episode
-from piston.data.metadata import Metadata
+from piston.data.protocol import Dataset, Episode, episode_bounds, locate_frame
+from piston.data.view import frame, frame_files, select
 from piston.files import atomic_file, write_json
 from piston.progress import ProgressBar
 from piston.transforms.images import resize_with_pad
@@ -50,18 +48,18 @@ def _open_frames(path: str) -> np.ndarray:
 class CachedFrames:
     """A data set whose images come from a cache, of `pixels` squared; nothing else differs."""
 
-    def __init__(self, dataset: LeRobotDataset, pixels: int, folder: Path | None = None) -> None:
+    def __init__(self, dataset: Dataset, pixels: int, folder: Path | None = None) -> None:
         where = home() / "frames" if folder is None else folder
-        self.metadata = dataset.metadata
-        self._dataset, self._without_images = dataset, dataset.select(cameras=())
+        self._dataset, self._without_images = dataset, select(dataset, cameras=())
+        self._stops = episode_bounds(dataset)[:, 1]
         self._pixels = pixels
-        self.folders = {c: where / _folder_name(self.metadata, c, pixels) for c in dataset.cameras}
+        self.folders = {c: where / _folder_name(dataset, c, pixels) for c in dataset.cameras}
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        episode, step = self._dataset.place(index)
+        episode, step = locate_frame(index, self._dataset.episodes, self._stops)
         item = self._without_images[index]
         for camera in self.folders:
             item[camera] = _open_frames(self._path(camera, episode))[step].copy()
@@ -72,16 +70,18 @@ class CachedFrames:
 
     def missing(self) -> list[list[_Missing]]:
         """Return what has to be decoded, file by file, in the order of the file."""
-        files: dict[tuple[str, str], list[_Missing]] = collections.defaultdict(list)
-        starts = self._dataset.episode_bounds[:, 0].tolist()
+        files: dict[tuple[str, str], list[tuple[float, _Missing]]] = {}
+        starts = episode_bounds(self._dataset)[:, 0].tolist()
         for camera in self.folders:
+            places = {one[0]: one for one in frame_files(self._dataset, camera)}
             for episode, start in zip(self._dataset.episodes, starts):
                 if not Path(self._path(camera, episode)).exists():
-                    files[camera, episode.file_of(camera)].append((camera, episode, start))
-        for (camera, _), inside in files.items():
-            if camera in inside[0][1].videos:
-                inside.sort(key=lambda one: one[1].videos[one[0]].start)
-        return list(files.values())
+                    unknown = episode.index, 0, f"episode {episode.index}", None
+                    _, _, path, times = places.get(episode.index, unknown)
+                    inside = files.setdefault((camera, path), [])
+                    inside.append((times[0] if times else 0.0, (camera, episode, start)))
+        ordered = (sorted(inside, key=lambda one: one[0]) for inside in files.values())
+        return [[place for _, place in inside] for inside in ordered]
 
     def build(self) -> None:
         """Decode what is missing. Safe in several processes: one works, the others wait."""
@@ -111,7 +111,7 @@ class CachedFrames:
             )
         logger.info("Decoding frames once into %s (%d MB)", folder, math.ceil(num_bytes / 1e6))
         for camera, folder in self.folders.items():
-            about = {"data set": str(self.metadata.root.resolve()), "camera": camera}
+            about = {"data set": str(self._dataset.root.resolve()), "camera": camera}
             write_json(folder / "about.json", {**about, "pixels": self._pixels})
 
         def decode(inside: list[_Missing]) -> None:
@@ -124,7 +124,7 @@ class CachedFrames:
                     for row in range(start, start + episode.length):
                         if stopped.is_set():
                             raise InterruptedError
-                        image = self._dataset.frame(row, [camera])[camera]
+                        image = frame(self._dataset, row, [camera])[camera]
                         small = resize_with_pad(image, self._pixels, self._pixels)
                         file.write(np.ascontiguousarray(small).data)
                         bar.advance(1)
@@ -133,18 +133,15 @@ class CachedFrames:
             list(pool.map(decode, missing))
 
 
-def _folder_name(metadata: Metadata, camera: str, pixels: int) -> str:
+def _folder_name(dataset: Dataset, camera: str, pixels: int) -> str:
     """Return a name that changes if any file of the camera changes."""
-    root = metadata.root.resolve()
-    spans: list[tuple[Any, ...]] = []
+    root, spans = dataset.root.resolve(), frame_files(dataset, camera)
     files: dict[str, tuple[int, int] | None] = {}
-    for episode in metadata.episodes:
-        span, path = episode.videos.get(camera), episode.file_of(camera)
-        spans.append((episode.index, episode.length, path, span and (span.start, span.stop)))
+    for _, _, path, _ in spans:
         if path not in files:
             stat = (root / path).stat() if (root / path).exists() else None
             files[path] = stat and (stat.st_size, stat.st_mtime_ns)
-    content = repr((FORMAT, str(root), metadata.fps, spans, sorted(files.items())))
+    content = repr((FORMAT, str(root), dataset.fps, spans, sorted(files.items())))
     key = hashlib.sha256(content.encode()).hexdigest()[:16]
     name, camera = (re.sub(r"[^\w.-]", "_", part) for part in (root.name, camera))
     return f"{name}/{camera}-{pixels}-{key}"

@@ -18,17 +18,18 @@ from pathlib import Path
 
 import numpy as np
 
+from piston.data.check_frames import BLACK, STOPS, check_frames
 from piston.data.columns import Columns, ImageRows, fits
 from piston.data.findings import Findings, inspect_files, left_out
-from piston.data.format import DERIVED, PERSISTENT, Episode, dimension_names, list_files, locate
-from piston.data.image_text import ImageTextSet, is_table
+from piston.data.format import DERIVED, PERSISTENT, Episode, dimension_names, list_files
+from piston.data.image_text import ImageTextSet
+from piston.data.location import locate
 from piston.data.metadata import CAMERA_IGNORED, Metadata
+from piston.data.open import IMAGE_TEXT, LEROBOT, format_at
 from piston.data.problems import Problem, Severity, episode_problem, ranges
 from piston.data.video import VideoError, VideoHeader, VideoReader, num_usable_cpus
 from piston.progress import Progress, no_progress
 
-BLACK = 20  # the brightest gray value of a frame that shows nothing (video black is 16)
-STOPS = "training stops there; leave out the episode (--data.episodes '!N') or write it again"
 LABEL_STOPS = "training with {} stops there; leave out the episode or correct the label"
 _ROWS_AT_ONCE = 64  # pictures of a table
 TIME_TOLERANCE_S = 1e-3  # recorded times are informative only: frames are found by number
@@ -42,8 +43,11 @@ def check_dataset(
     A folder with a table of pictures and questions (`image_text`) is checked as well.
     """
     root = locate(path_or_repo_id)
-    if is_table(root):
+    found = format_at(root)
+    if found is IMAGE_TEXT:
         return _table_problems(root, progress)
+    if found is not None and found is not LEROBOT:
+        return _worst_first(check_frames(found.open(root), progress))
     metadata = Metadata.read(root)
     findings = inspect_files(metadata, metadata.episodes, language=True)
     problems = [*findings.problems, *_unused_files(metadata)]

@@ -21,14 +21,6 @@ import pyarrow.parquet as pq
 from piston.data.check import bad_rows
 from piston.data.columns import image_bytes
 from piston.data.dataset import LeRobotDataset
-from piston.data.features import (
-    IMAGE_NAMES,
-    EpisodeStats,
-    Features,
-    frame_histogram,
-    image_stats,
-    sampled_frames,
-)
 from piston.data.findings import inspect_files, left_out
 from piston.data.format import (
     CAMERA_DTYPES,
@@ -42,9 +34,11 @@ from piston.data.format import (
     not_a_written_set,
 )
 from piston.data.metadata import Metadata
-from piston.data.recorder import VideoEncoding, encode_video
+from piston.data.record.columns import EpisodeStats, frame_histogram, image_stats, sampled_frames
+from piston.data.record.declare import IMAGE_NAMES, Features
+from piston.data.record.encoding import VideoEncoding, encode_video
+from piston.data.record.writer import RECORDING, DatasetWriter, NewEpisode, new_info
 from piston.data.video import TOLERANCE_S, probe_video
-from piston.data.writer import RECORDING, DatasetWriter, NewEpisode, new_info
 from piston.files import atomic_folder, check_new_folder, link_or_copy, read_json_lines
 from piston.progress import Progress, no_progress
 

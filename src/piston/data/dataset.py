@@ -23,6 +23,7 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -30,11 +31,13 @@ from jaxtyping import Int64, UInt8
 
 from piston.data.columns import ImageRows, join_columns
 from piston.data.findings import Findings, inspect_files, left_out
-from piston.data.format import Episode, locate
+from piston.data.format import Episode, Feature
 from piston.data.language import Kind, Labels, Question, join_labels
+from piston.data.location import locate
 from piston.data.metadata import Metadata
 from piston.data.mixture import EpisodeChoice, choose_episodes
 from piston.data.problems import EpisodeError, grouped, unknown_key
+from piston.data.protocol import FrameFile, Texts, episode_bounds, locate_frame
 from piston.data.video import TOLERANCE_S, VideoReaders
 from piston.logs import warn_once
 
@@ -126,7 +129,7 @@ class LeRobotDataset(Sequence[dict[str, Any]]):
 
     def _set_episodes(self, episodes: Iterable[Episode]) -> None:
         self.episodes = tuple(episodes)
-        self._ends = np.cumsum([episode.length for episode in self.episodes])
+        self._ends = episode_bounds(self)[:, 1]
 
     def select(
         self, episodes: EpisodeChoice = None, *, cameras: Iterable[str] | None = None
@@ -167,8 +170,20 @@ class LeRobotDataset(Sequence[dict[str, Any]]):
         return item | {c: images if c in steps else images[0] for c, images in frames.items()}
 
     @property
+    def root(self) -> Path:
+        return self.metadata.root
+
+    @property
     def fps(self) -> float:
         return self.metadata.fps
+
+    @property
+    def features(self) -> Mapping[str, Feature]:
+        return self.metadata.features
+
+    @property
+    def robot_type(self) -> str | None:
+        return self.metadata.robot_type
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -178,7 +193,7 @@ class LeRobotDataset(Sequence[dict[str, Any]]):
     @property
     def episode_bounds(self) -> Int64[np.ndarray, "episodes 2"]:
         """The first row of each episode and the row after its last, in this set's numbering."""
-        return np.stack([np.concatenate([[0], self._ends[:-1]]), self._ends], axis=1)
+        return episode_bounds(self)
 
     def column(self, key: str) -> np.ndarray:
         """Return (frames, dim), or (frames,) for plain values, read-only. Nothing is decoded."""
@@ -203,6 +218,29 @@ class LeRobotDataset(Sequence[dict[str, Any]]):
         episode, step = self.place(index)
         frames = self._frames(episode, dict.fromkeys(wanted, np.array([step])))
         return {camera: images[0] for camera, images in frames.items()}
+
+    @property
+    def texts(self) -> dict[str, Texts]:
+        """The tasks, and the subtasks if the labels have been read."""
+        found = {"task": self._tasks()}
+        if self._labels is not None:
+            values = self.subtasks
+            numbers = [values.index(t) if t in values else -1 for t in (*self._labels.texts, "")]
+            rows = self._of_episodes(self._labels.numbers)
+            found["subtask"] = Texts(values, np.array(numbers, np.int32)[rows])
+        return found
+
+    def _tasks(self) -> Texts:
+        """Number the tasks of the frames; a task that the table lacks is the episode's first."""
+        tasks, numbers = self.metadata.tasks, self.column("task_index").reshape(-1)
+        owners = np.repeat(np.arange(len(self.episodes)), np.diff(self.episode_bounds)[:, 0])
+        unlisted = min(numbers.min(), 0) - 1 - owners  # a number of its own for every episode
+        kinds = np.where(np.isin(numbers, list(tasks)), numbers, unlisted)
+        _, rows, places = np.unique(kinds, return_index=True, return_inverse=True)
+        pairs = zip(numbers[rows].tolist(), owners[rows].tolist())
+        texts = [tasks.get(n, next(iter(self.episodes[e].tasks), "")) for n, e in pairs]
+        values, own = Texts.of(texts)
+        return Texts(values, own[places.reshape(-1)])
 
     @property
     def subtasks(self) -> tuple[str, ...]:
@@ -239,6 +277,15 @@ class LeRobotDataset(Sequence[dict[str, Any]]):
             )
         return self._labels
 
+    def frame_files(self, camera: str) -> list[FrameFile]:
+        """Return where the frames of all episodes are, also of those that are not selected."""
+        found: list[FrameFile] = []
+        for episode in self.metadata.episodes:
+            span = episode.videos.get(camera)
+            times = None if span is None else (span.start, span.stop)
+            found.append((episode.index, episode.length, episode.file_of(camera), times))
+        return found
+
     def close(self) -> None:
         """Close the decoders; they open again when they are needed."""
         self._videos.close()
@@ -255,13 +302,7 @@ class LeRobotDataset(Sequence[dict[str, Any]]):
 
     def place(self, index: SupportsIndex) -> tuple[Episode, int]:
         """Return the episode of a frame and its number within the episode."""
-        row = index.__index__()
-        if not -len(self) <= row < len(self):
-            raise IndexError(f"There is no frame {row}; the data set has {len(self)}.")
-        row %= len(self)
-        position = int(np.searchsorted(self._ends, row, side="right"))
-        episode = self.episodes[position]
-        return episode, row - int(self._ends[position]) + episode.length
+        return locate_frame(index, self.episodes, self._ends)
 
     def _frames(self, episode: Episode, steps: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Read each camera in a thread of its own, the first one in this thread."""

@@ -1,4 +1,4 @@
-"""The LeRobot folder format, v2.0 to v3.0: where a data set is, its features and its file names.
+"""The LeRobot folder format, v2.0 to v3.0: its features and its file names.
 
     v2.x  one data file per episode and one video per episode and camera;
           meta/episodes.jsonl and meta/tasks.jsonl list the episodes and the tasks
@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from piston.assets import resolve
+from piston.data import protocol
 from piston.files import read_json
 
 Row = dict[str, Any]  # of the table of episodes or of tasks
@@ -48,7 +48,6 @@ _SET_FILES = {
     ".recording": (".json", ".mp4", ""),
 }
 _FORMAT = re.compile(r"(0?\d{1,2})?d?")  # of a field in a path template
-_REPO_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,15 +64,12 @@ class VideoSpan:
 
 
 @dataclasses.dataclass(frozen=True)
-class Episode:
+class Episode(protocol.Episode):
     """`start` is its first row in the numbering of the whole set; `videos` has existing files."""
 
-    index: int
-    start: int
-    length: int
-    tasks: tuple[str, ...]
-    data_path: str
-    videos: Mapping[str, VideoSpan]
+    start: int = 0
+    data_path: str = ""
+    videos: Mapping[str, VideoSpan] = dataclasses.field(default_factory=dict)
 
     def file_of(self, camera: str) -> str:
         """Return the path of the file that has a camera's frames: a video or the data file."""
@@ -169,37 +165,6 @@ def _flat(names: Any) -> list[str]:
         return [names]
     parts = names.values() if isinstance(names, Mapping) else names or ()
     return [name for part in parts for name in _flat(part)]
-
-
-def locate(path_or_repo_id: str | os.PathLike[str], *, only_meta: bool = False) -> Path:
-    """Return the folder of a data set; download it (or only its `meta/`) if it is not local."""
-    name = os.fspath(path_or_repo_id).rstrip("/")
-    is_address = "://" in name
-    tried = [] if is_address else [Path(name).expanduser(), lerobot_home() / name]
-    for folder in tried:
-        if folder.is_dir():
-            return folder
-    places = " and ".join(dict.fromkeys(map(str, tried)))
-    if not is_address and not _REPO_ID.fullmatch(name):
-        raise FileNotFoundError(
-            f"There is no data set {name}; looked for {places}. Give a folder with "
-            "meta/info.json, a name owner/name on the Hugging Face hub, or hf://…"
-        )
-    address = name if is_address else f"hf://datasets/{name}"
-    try:
-        return resolve(f"{address}/meta").parent if only_meta else resolve(address)
-    except Exception as error:
-        if tried:
-            error.add_note(f"{name} is not a local data set either; looked for {places}.")
-        raise
-
-
-def lerobot_home() -> Path:
-    """Return the folder where LeRobot's own tools keep data sets."""
-    if home := os.environ.get("HF_LEROBOT_HOME"):
-        return Path(home).expanduser()
-    hub = os.environ.get("HF_HOME") or "~/.cache/huggingface"
-    return Path(hub).expanduser() / "lerobot"
 
 
 def not_a_written_set(root: Path) -> str | None:

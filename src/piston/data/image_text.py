@@ -24,13 +24,27 @@ from jaxtyping import UInt8
 from piston.data.columns import ImageRows, decode_image
 from piston.data.dataset import LeRobotDataset
 from piston.data.format import INFO
+from piston.data.mixture import EpisodeChoice
+from piston.data.protocol import Episode, Texts
 from piston.files import read_json_lines
 from piston.suggestions import did_you_mean
 
 COLUMNS = ("image", "question", "answer")
 
 
-class ImageTextSet(Sequence[dict[str, Any]]):
+class _Pictures(Sequence[dict[str, Any]]):
+    """What datasets of pictures have in common: no robot, no episodes of their own."""
+
+    fps = 0.0
+    episodes: Sequence[Episode] = ()
+    cameras = ("image",)
+    keys: tuple[str, ...] = ()
+
+    def column(self, key: str) -> np.ndarray:
+        raise KeyError(f"Pictures with questions have no columns, so no {key!r}.")
+
+
+class ImageTextSet(_Pictures):
     """The pictures, questions and answers of a folder. It can be pickled.
 
     Rows are counted from 0; lines of a *.jsonl file that are empty do not count.
@@ -66,15 +80,14 @@ class ImageTextSet(Sequence[dict[str, Any]]):
             for row in np.flatnonzero(lengths.to_numpy() == 0).tolist():
                 yield row, f"{key} is {column[row].as_py()!r}, expected a text that is not empty"
 
-    def texts(self, num_rows: int) -> tuple[list[str], list[str]]:
-        """Return the questions and the answers of the first rows."""
-        questions, answers = (self._table[key][:num_rows].to_pylist() for key in COLUMNS[1:])
-        return questions, answers
-
     @property
-    def answers(self) -> tuple[str, ...]:
-        """The answers that occur, each once."""
-        return tuple(pc.unique(self._table["answer"]).to_pylist())
+    def texts(self) -> dict[str, Texts]:
+        """The questions and the answers."""
+        return {key: Texts.of(self._table[key].to_pylist()) for key in COLUMNS[1:]}
+
+    def pairs(self, num_rows: int) -> list[tuple[str, str]]:
+        """Return the questions and the answers of the first rows."""
+        return list(zip(*(self._table[key][:num_rows].to_pylist() for key in COLUMNS[1:])))
 
     def __len__(self) -> int:
         return len(self._table)
@@ -94,11 +107,25 @@ class ImageTextSet(Sequence[dict[str, Any]]):
         return self._images.read(self._path.name, "image", row)
 
 
-class DatasetQuestions(Sequence[dict[str, Any]]):
+class DatasetQuestions(_Pictures):
     """The questions about the pictures of a robot data set. Made by `questions_of`."""
 
     def __init__(self, dataset: LeRobotDataset) -> None:
+        self.root, self.episodes = dataset.root, dataset.episodes
         self._dataset, self._questions = dataset, dataset.questions
+
+    @property
+    def texts(self) -> dict[str, Texts]:
+        """The questions and the answers."""
+        pairs = [question for _, question in self._questions]
+        return {key: Texts.of(getattr(pair, key) for pair in pairs) for key in COLUMNS[1:]}
+
+    @property
+    def num_pictures(self) -> int:
+        return len({(frame, question.camera) for frame, question in self._questions})
+
+    def select(self, episodes: EpisodeChoice = None, **_: Any) -> DatasetQuestions:
+        return DatasetQuestions(self._dataset.select(episodes))
 
     def __len__(self) -> int:
         return len(self._questions)

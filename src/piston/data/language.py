@@ -19,12 +19,11 @@ import bisect
 import collections
 import dataclasses
 import itertools
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeGuard
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -36,32 +35,21 @@ from piston.data.columns import DataRows
 from piston.data.format import EVENTS, LANGUAGE, PERSISTENT, SUBTASK_INDEX, SUBTASKS, Episode
 from piston.data.metadata import Metadata
 from piston.data.problems import EpisodeError
+from piston.data.record.labels import QUESTION, ROLES, SUBTASK, Cell, Question, is_text
 from piston.suggestions import did_you_mean
 
-Cell = list[dict[str, Any]]  # the rows of labels in one frame
 Kind = Literal["subtasks", "questions"]
 
-SUBTASK, QUESTION = "subtask", "vqa"
 STYLES = {
     PERSISTENT: (SUBTASK, "plan", "memory", "motion", "task_aug"),
     EVENTS: (QUESTION, "interjection", "trace", None),  # None: a call of a tool
 }
-_FIELDS = ("role", "content", "style", "timestamp", "camera", "tool_calls")
 _NEEDED = {
     PERSISTENT: ("content", "style", "timestamp"),
     EVENTS: ("role", "content", "style", "camera"),
 }
-_ROLES = ("user", "assistant")
 _THREADS = 8
 _BATCH_ROWS = 4096  # the list that is repeated in every frame is small on disk, not in memory
-
-
-class Question(NamedTuple):
-    """A question about one picture; `camera` is the data set's key."""
-
-    camera: str
-    question: str
-    answer: str
 
 
 @dataclasses.dataclass
@@ -249,12 +237,12 @@ def _take_questions(found: EpisodeLabels, rows: Cell, frame: int, metadata: Meta
             hint = did_you_mean(str(camera), metadata.cameras)
             known = f"The cameras of the set are {', '.join(metadata.cameras) or 'none'}"
             what = f"the {name} {text!r} names the camera {camera!r}.{hint} {known}"
-        elif role not in _ROLES:
+        elif role not in ROLES:
             what = f"the text {text!r} has the role {role!r}, not user or assistant"
         elif not is_text(text):
             what = f"the text of the {name} about {camera} is {text!r}, not a sentence"
         else:
-            texts.setdefault(camera, {one: [] for one in _ROLES})[role].append(text)
+            texts.setdefault(camera, {one: [] for one in ROLES})[role].append(text)
             continue
         found.wrong["questions"].append(f"frame {frame}: {what}")
         return  # without this row, another one may seem to lack its partner
@@ -274,11 +262,6 @@ def _is_used(found: EpisodeLabels, key: str, style: Any) -> bool:
     if style not in STYLES[key]:
         found.unknown_styles.add(f"{key} has rows of style {style!r}")
     return style in (SUBTASK, QUESTION) and style in STYLES[key]
-
-
-def is_text(value: Any) -> TypeGuard[str]:
-    """Return whether a value is a text that is not empty."""
-    return isinstance(value, str) and bool(value.strip())
 
 
 def _take_numbered(metadata: Metadata, data: DataRows, labels: Mapping[int, EpisodeLabels]) -> None:
@@ -329,67 +312,3 @@ def read_subtasks(root: Path) -> dict[int, Any]:
         found = ", ".join(table.column_names)
         raise ValueError(f"{SUBTASKS} has the columns {found}; expected {SUBTASK_INDEX}, {SUBTASK}")
     return dict(zip(table[SUBTASK_INDEX].to_pylist(), table[text].to_pylist()))
-
-
-def label_cells(
-    subtasks: Sequence[str], questions: Sequence[Sequence[Question]], fps: float
-) -> dict[str, list[Cell]]:
-    """Return both columns of an episode, given the subtask ("" for none) and questions by frame."""
-    persistent: Cell = [
-        _row("assistant", text, SUBTASK) | {"timestamp": frame / fps}
-        for frame, text in enumerate(subtasks)
-        if text and (frame == 0 or text != subtasks[frame - 1])
-    ]
-    events: list[Cell] = [
-        [
-            _row(role, text, QUESTION, one.camera)
-            for one in asked
-            for role, text in zip(_ROLES, (one.question, one.answer))
-        ]
-        for asked in questions
-    ]
-    return {PERSISTENT: [persistent] * len(subtasks), EVENTS: events}
-
-
-def _row(role: str, content: str, style: str, camera: str | None = None) -> dict[str, Any]:
-    return {"role": role, "content": content, "style": style, "camera": camera}
-
-
-def language_array(key: str, cells: Iterable[Cell | None]) -> pa.Array:
-    """Return a column of labels in LeRobot's type; fields that a row lacks are null.
-
-    Raise ValueError if the cells are not lists of such rows.
-    """
-
-    def type_of(call: pa.DataType) -> pa.DataType:
-        types = {"timestamp": pa.float32(), "tool_calls": pa.list_(call)}
-        return pa.list_(pa.struct([(n, types.get(n, pa.string())) for n in _fields(key)]))
-
-    try:
-        plain = [[row | {"tool_calls": _as_json(row)} for row in one or () if row] for one in cells]
-        array = pa.array(plain, type_of(pa.string()))
-    except (AttributeError, TypeError, pa.ArrowException) as error:
-        raise ValueError(f"{key} does not hold rows of labels: {error}") from error
-    # Arrow has had a type for JSON since version 19, which arrays cannot be made of directly.
-    return array.cast(type_of(pa.json_())) if hasattr(pa, "json_") else array
-
-
-def describe_language(key: str) -> dict[str, Any]:
-    """Return the type of a column of labels as Hugging Face `datasets` describes it."""
-    described: dict[str, Any] = {}
-    for name in _fields(key):
-        dtype = "float32" if name == "timestamp" else "string"
-        described[name] = {"dtype": dtype, "_type": "Value"}
-    described["tool_calls"] = {"feature": {"_type": "Json"}, "_type": "List"}
-    return {"feature": described, "_type": "List"}
-
-
-def _fields(key: str) -> list[str]:
-    return [name for name in _FIELDS if key == PERSISTENT or name != "timestamp"]
-
-
-def _as_json(row: Mapping[str, Any]) -> list[str] | None:
-    calls = row.get("tool_calls")
-    if calls is None:
-        return None
-    return [call if isinstance(call, str) else json.dumps(call) for call in calls]

@@ -10,18 +10,18 @@ Dims: n frames, a action dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
 from piston.config import DataConfig
+from piston.data.protocol import Dataset, episode_bounds
 from piston.data.statistics import BLOCK_VALUES, Frames, TransformedColumns
 from piston.transforms import compose
 from piston_client.limits import Limits
 
 
-def action_limits(datasets: Sequence[Any], pipelines: Sequence[DataConfig]) -> Limits:
+def action_limits(datasets: Sequence[Dataset], pipelines: Sequence[DataConfig]) -> Limits:
     """Return the limits of one robot's data sets together, each with its pipeline.
 
     They are the range of each dimension and its largest change from one frame of an episode to the
@@ -31,7 +31,7 @@ def action_limits(datasets: Sequence[Any], pipelines: Sequence[DataConfig]) -> L
     for dataset, one in zip(datasets, pipelines, strict=True):
         columns = TransformedColumns(dataset, one, 1)
         is_first = np.zeros(len(columns), bool)
-        is_first[np.asarray(dataset.episode_bounds)[:, 0]] = True
+        is_first[episode_bounds(dataset)[:, 0]] = True
         size = max(1, BLOCK_VALUES // columns.values_per_frame)
         for start in range(0, len(columns), size):
             # One more frame, for the change between this block and the next.

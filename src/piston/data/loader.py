@@ -33,7 +33,8 @@ import torch
 from jaxtyping import Int64
 from torch.utils.data import DataLoader, get_worker_info
 
-from piston.data.mixture import Samples, WeightedMixture, shuffled
+from piston.data.mixture import WeightedMixture, epoch_order
+from piston.data.protocol import Samples, blocks_of
 from piston.observation import stack_samples
 from piston.serialization import ImportedFiles
 from piston.signals import exit_with_parent, ignore_stop_signals
@@ -65,7 +66,7 @@ class Order:
 
     The row is a function of the seed, so a global batch is the same for any number of ranks. A
     position counts the samples that all ranks together have had. A `WeightedMixture` is taken in
-    its own shares.
+    its own shares. Samples with blocks are shuffled within windows of blocks.
     """
 
     def __init__(
@@ -90,19 +91,23 @@ class Order:
         self.rank, self.world_size = rank, world_size
         mixture = samples if isinstance(samples, WeightedMixture) else None
         # What the order depends on besides the seed, as JSON keeps it.
-        count = self.samples_per_epoch = mixture.samples_per_epoch if mixture else len(samples)
+        self.samples_per_epoch = mixture.samples_per_epoch if mixture else len(samples)
         self.mixture = mixture and {
             "sizes": [float(len(dataset)) for dataset in mixture.datasets],
             "weights": list(mixture.weights),
         }
+        parts = [blocks_of(one) for one in (mixture.datasets if mixture else (samples,))]
+        # How many blocks each dataset has; None if none has any, as with cached frames.
+        counts = [0 if blocks is None else len(blocks) for blocks in parts]
+        self.blocks = counts if any(counts) else None
 
         @functools.lru_cache(maxsize=2)  # a batch may extend over the end of an epoch
-        def epoch_order(epoch: int) -> Indices:
+        def order_of(epoch: int) -> Indices:
             if mixture:
                 return mixture.plan(seed=seed, epoch=epoch)
-            return shuffled(count, seed, epoch)
+            return epoch_order(samples, seed, epoch)
 
-        self._epoch_order = epoch_order
+        self._epoch_order = order_of
 
     def take(self, position: int) -> Indices:
         """Return this rank's part of the batch that starts at a position."""
@@ -123,12 +128,13 @@ class Order:
 
     def state_dict(self, position: int) -> dict[str, Any]:
         """Return what is needed to continue from a position, on any number of ranks."""
-        return {
+        state = {
             "position": position,
             "seed": self.seed,
             "samples_per_epoch": self.samples_per_epoch,
             "mixture": self.mixture,
         }
+        return state if self.blocks is None else {**state, "blocks": self.blocks}
 
     def position_of(self, state: Mapping[str, Any]) -> int:
         """Return the position of a saved state. Raise ValueError if its seed is another.
@@ -143,7 +149,7 @@ class Order:
             )
         changed = [
             f"{name} was {_in_words(state.get(name))}, now it is {_in_words(getattr(self, name))}"
-            for name in ("samples_per_epoch", "mixture")
+            for name in ("samples_per_epoch", "mixture", "blocks")
             if state.get(name) != getattr(self, name)
         ]
         if changed and self.rank == 0:

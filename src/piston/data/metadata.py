@@ -212,7 +212,7 @@ class _MetaReader:
             start = first
         spans = {camera: self._video(row, camera) for camera in self._cameras}
         videos = {camera: span for camera, span in spans.items() if span is not None}
-        return Episode(index, start, length, tuple(map(str, texts)), data_path, videos)
+        return Episode(index, length, tuple(map(str, texts)), start, data_path, videos)
 
     def _video(self, row: Row, camera: str) -> VideoSpan | None:
         start: Any = 0.0

@@ -12,25 +12,18 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, TypeVar
 
 import numpy as np
 from jaxtyping import Int64
 
 from piston.config import DataConfig
-from piston.data.format import Episode
+from piston.data.protocol import Episode, Samples, blocks_of
 
 # The multiples of the golden ratio, modulo 1, are spread evenly over the unit interval.
 _GOLDEN_RATIO = 0.6180339887498949
-
-
-@runtime_checkable
-class Samples(Protocol):
-    """A data set as it is, or after its robot's transforms."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: Any, /) -> Any: ...
+# Frames are shuffled over so many blocks; a reader that keeps as many reads each once per epoch.
+BLOCKS_PER_WINDOW = 8
 
 
 class RepeatedStarts:
@@ -49,6 +42,12 @@ class RepeatedStarts:
         starts = np.flatnonzero(steps < frames)
         self._samples = samples
         self._indices = np.concatenate([np.arange(len(samples)), np.tile(starts, times - 1)])
+        self.blocks = blocks_of(samples)
+        if self.blocks is not None:  # a repetition belongs to the block of its sample
+            owners = np.searchsorted(self.blocks[:, 0], self._indices, side="right")
+            self._indices = self._indices[np.argsort(owners, kind="stable")]
+            stops = np.cumsum(np.bincount(owners)[1:])
+            self.blocks = np.stack([np.concatenate([[0], stops[:-1]]), stops], axis=1)
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -110,7 +109,14 @@ class WeightedMixture:
             self._starts[number] + self._take(seed, number, begin, count)
             for number, (begin, count) in enumerate(zip(begins, counts[-1]))
         ]
-        return np.concatenate(parts)[shuffled(self.samples_per_epoch, seed, epoch)]
+        order = shuffled(self.samples_per_epoch, seed, epoch)
+        edges = np.cumsum([0, *counts[-1]])
+        for dataset, first, stop in zip(self.datasets, edges, edges[1:]):
+            if blocks_of(dataset) is not None:
+                # Its places in the epoch are random; its samples fill them in their own order.
+                own = (order >= first) & (order < stop)
+                order[own] = np.arange(first, stop)
+        return np.concatenate(parts)[order]
 
     def _counts(self, epochs: int) -> Int64[np.ndarray, "e d"]:
         """Return how many samples each data set gives in each of the first epochs.
@@ -131,9 +137,9 @@ class WeightedMixture:
 
     def _take(self, seed: int, number: int, begin: int, count: int) -> np.ndarray:
         """Return `count` samples from an endless row of passes over the set, each shuffled anew."""
-        size = len(self.datasets[number])
+        dataset, size = self.datasets[number], len(self.datasets[number])
         passes = range(begin // size, -(-(begin + count) // size))
-        row = [shuffled(size, seed, number, which, 1) for which in passes]
+        row = [epoch_order(dataset, seed, number, which, 1) for which in passes]
         return np.concatenate([np.empty(0, np.int64), *row])[begin % size :][:count]
 
 
@@ -165,6 +171,25 @@ def mixed(datasets: Sequence[Samples], pipelines: Sequence[DataConfig]) -> Sampl
     return WeightedMixture(datasets, weights)
 
 
+def epoch_order(samples: Samples, *key: int) -> Int64[np.ndarray, " n"]:
+    """Return the indices of all samples in an order that is a function of the key.
+
+    Samples with blocks are shuffled within a window of blocks that are next to each other in a
+    random order:
+
+        blocks  0 1 2 3 4 5 6 7 …  →  5 2 7 0 | 3 6 1 4 | …  →  frames of 5 2 7 0 | of 3 6 1 4 | …
+    """
+    blocks = blocks_of(samples)
+    if blocks is None:
+        return shuffled(len(samples), *key)
+    blocks, parts = blocks[shuffled(len(blocks), *key)], []
+    for number, first in enumerate(range(0, len(blocks), BLOCKS_PER_WINDOW)):
+        window = blocks[first : first + BLOCKS_PER_WINDOW]
+        frames = np.concatenate([np.arange(start, stop) for start, stop in window])
+        parts.append(frames[shuffled(len(frames), *key, number)])
+    return np.concatenate(parts)
+
+
 def shuffled(count: int, *key: int) -> Int64[np.ndarray, " count"]:
     """Return 0 … count − 1 in an order that is a function of the key.
 
@@ -177,10 +202,11 @@ def shuffled(count: int, *key: int) -> Int64[np.ndarray, " count"]:
     return np.argsort(raw, kind="stable")
 
 
-EpisodeChoice = str | Iterable[int] | Callable[[Episode], bool] | None
+EpisodeChoice = str | Iterable[int] | Callable[[Any], bool] | None
+AnyEpisode = TypeVar("AnyEpisode", bound=Episode)
 
 
-def choose_episodes(episodes: Sequence[Episode], choice: EpisodeChoice) -> list[Episode]:
+def choose_episodes(episodes: Sequence[AnyEpisode], choice: EpisodeChoice) -> list[AnyEpisode]:
     """Return the episodes that a list, a text or a function selects, in their own order.
 
     Numbers are episode indices. "0:50" are those of 0 … 49 that exist, "9-12" is 9 … 12 exactly,

@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 
 from piston.config import DataConfig
-from piston.data.cache import CachedFrames
-from piston.data.mixture import Samples
+from piston.data.open import PADDING_KEY
 from piston.data.problems import advising
+from piston.data.protocol import Samples, blocks_of
 from piston.models.configs import ModelConfig
 from piston.transforms import Data, compose
 
-PADDING_KEY = "action_is_pad"
 # What a sample holds of an item: what models take, and where it came from.
 MODEL_KEYS = (
     *("image", "image_mask", "state", "actions", PADDING_KEY, "action_dims"),
@@ -35,9 +34,7 @@ class TrainingData:
     and actions are zeros. Errors name the data set, the episode and the frame.
     """
 
-    def __init__(
-        self, dataset: Samples | CachedFrames, config: DataConfig, model: ModelConfig
-    ) -> None:
+    def __init__(self, dataset: Samples, config: DataConfig, model: ModelConfig) -> None:
         self._dataset = dataset
         self._config, self._chunk = config, (model.action_horizon, model.action_dim)
         tasks = (PromptFromItem(),) if config.prompt_from_task and config.has_actions else ()
@@ -48,6 +45,10 @@ class TrainingData:
 
     def __len__(self) -> int:
         return len(self._dataset)
+
+    @property
+    def blocks(self) -> np.ndarray | None:
+        return blocks_of(self._dataset)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         with advising(self._config):

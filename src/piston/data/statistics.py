@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -20,9 +19,9 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from piston.config import DataConfig
 from piston.data.check import worker_threads
-from piston.data.pipeline import keys_used
+from piston.data.open import PADDING_KEY, keys_used
 from piston.data.problems import leave_out
-from piston.data.samples import PADDING_KEY
+from piston.data.protocol import Dataset, episode_bounds
 from piston.progress import Progress, no_progress
 from piston.transforms import Data, compose, missing_key
 from piston.transforms.normalize import EPSILON, NormStats
@@ -234,7 +233,7 @@ class _KeyTotals:
 class TransformedColumns:
     """States and actions of a data set after the data transforms, for any frames at once."""
 
-    def __init__(self, dataset: Any, config: DataConfig, horizon: int) -> None:
+    def __init__(self, dataset: Dataset, config: DataConfig, horizon: int) -> None:
         if not config.action_sequence_keys:
             raise ValueError(f"The pipeline of {config.repo_id!r} names no action_sequence_keys.")
         self.config = config
@@ -243,10 +242,8 @@ class TransformedColumns:
             (*config.repack_transforms.inputs, *config.data_transforms.inputs)
         )
         self._episodes, self._cameras = dataset.episodes, dataset.cameras
-        # Of tasks that the table lacks: the episode's first task, as in the items of a data set.
-        self._tasks = dataset.metadata.tasks
-        self._first_tasks = [next(iter(episode.tasks), "") for episode in dataset.episodes]
-        self._starts, stops = np.asarray(dataset.episode_bounds).T
+        self._tasks = dataset.texts["task"] if config.prompt_from_task else None
+        self._starts, stops = episode_bounds(dataset).T
         lengths, added = stops - self._starts, np.arange(len(stops)) * (horizon - 1)
         self._last = np.repeat(stops - 1, lengths)
         # In sequence keys, every episode's last value is repeated `horizon − 1` times: a frame's
@@ -260,14 +257,14 @@ class TransformedColumns:
         self._columns = {}
         used = keys_used(config)
         for key in dataset.keys:
-            if used is None or key in (*used, *self._sequence_keys, "task_index"):
+            if used is None or key in (*used, *self._sequence_keys):
                 column = np.moveaxis(np.asarray(dataset.column(key)), 0, -1)
                 if column.dtype.kind in "biuf":  # not text
                     column = column[..., rows] if key in self._sequence_keys else column
                     self._columns[key] = np.ascontiguousarray(column)
         for key in self._sequence_keys:
             if key not in self._columns:
-                raise missing_key(key, self._columns, f"Statistics of {dataset.metadata.root}")
+                raise missing_key(key, self._columns, f"Statistics of {dataset.root}")
 
     def __len__(self) -> int:
         return len(self._last)
@@ -326,11 +323,9 @@ class TransformedColumns:
         is_pad = np.arange(self._horizon) > (self._last[frames] - frames)[:, np.newaxis]
         data |= {f"{key}_is_pad": is_pad for key in self._sequence_keys}
         data[PADDING_KEY] = is_pad
-        if self.config.prompt_from_task:
-            numbers = data["task_index"].reshape(-1).tolist()
-            own = (np.searchsorted(self._starts, frames, side="right") - 1).tolist()
-            texts = [self._tasks.get(n, self._first_tasks[e]) for n, e in zip(numbers, own)]
-            data["prompt"] = np.array(texts)
+        if self._tasks is not None:
+            texts = (*self._tasks.values, "")  # the last one is that of frames without a task
+            data["prompt"] = np.array([texts[i] for i in self._tasks.numbers[frames].tolist()])
         data = self._transform(data)
         for key in STATISTICS_KEYS:
             if key not in data:
@@ -338,7 +333,7 @@ class TransformedColumns:
         return {key: np.asarray(data[key]) for key in STATISTICS_KEYS}
 
 
-def require_finite(dataset: Any, config: DataConfig, horizon: int) -> None:
+def require_finite(dataset: Dataset, config: DataConfig, horizon: int) -> None:
     """Raise ValueError if states or actions are NaN or infinite, naming episodes and frames.
 
     They are found in the columns; no frame is decoded. A value counts only if it is still there
@@ -362,7 +357,7 @@ def require_finite(dataset: Any, config: DataConfig, horizon: int) -> None:
         return not all(np.isfinite(array).all() for array in values.values())
 
     found: dict[int, str] = {}
-    for episode, (start, stop) in zip(dataset.episodes, dataset.episode_bounds.tolist()):
+    for episode, (start, stop) in zip(dataset.episodes, episode_bounds(dataset).tolist()):
         frames = np.flatnonzero(suspect[start:stop]).tolist()
         if bad := [frame for frame in frames[:_SHOWN] if is_bad(start + frame)]:
             found[episode.index] = f"{', '.join(map(str, bad))}{' …' * (len(frames) > _SHOWN)}"

@@ -22,7 +22,7 @@ import struct
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import av
 import av.error
@@ -31,7 +31,9 @@ from av.container import InputContainer
 from av.video.frame import VideoFrame
 from av.video.reformatter import VideoReformatter
 from av.video.stream import VideoStream
-from jaxtyping import Float, UInt8
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, UInt8
 
 TOLERANCE_S = 1e-4  # between the time asked for and a frame's own
 # Open readers per process. Recorded sets have a file per episode and camera. Opening one costs as

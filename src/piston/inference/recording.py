@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from piston.data.recorder import Recorder
+from piston.data.record import Recorder
 from piston.inference.policy import REQUEST_KEYS, Policy, PreparedObservation
 from piston.transforms import flatten_dict
 from piston.transforms.images import to_uint8_hwc

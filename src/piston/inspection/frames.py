@@ -16,9 +16,11 @@ from jaxtyping import Bool, Float
 
 from piston.config import DataConfig
 from piston.data.dataset import LeRobotDataset
-from piston.data.format import locate, read_features, read_info
+from piston.data.format import read_features, read_info
+from piston.data.location import locate
 from piston.data.metadata import Metadata
-from piston.data.pipeline import action_names, open_source, repacked
+from piston.data.open import repacked
+from piston.data.pipeline import action_names, open_source
 from piston.data.samples import PADDING_KEY, PromptFromItem
 from piston.inference.policy import Policy
 from piston.inference.recording import ACTION, CHUNK, NO_PROMPT, recorded_column
@@ -105,7 +107,9 @@ class Frames:
             pipeline = _of_recording(policy, pipeline, features)
         if not needs_cameras:
             pipeline = _with_cameras(policy, pipeline, Metadata.read(root).cameras)
-        return cls(open_source(pipeline, policy.model.config), pipeline)
+        source = open_source(pipeline, policy.model.config)
+        assert isinstance(source, LeRobotDataset)  # its info has been read above
+        return cls(source, pipeline)
 
     @property
     def is_recording(self) -> bool:

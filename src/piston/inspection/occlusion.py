@@ -28,7 +28,7 @@ import numpy as np
 from jaxtyping import Float, UInt8
 from PIL import Image
 
-from piston.data.recorder import VideoEncoding, encode_video
+from piston.data.record.encoding import VideoEncoding, encode_video
 from piston.inspection.frames import Frame, Frames
 from piston.inspection.influence import in_one_number
 from piston.inspection.probe import Box, Intervention, Probe

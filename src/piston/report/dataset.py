@@ -17,7 +17,9 @@ from markupsafe import Markup
 
 from piston.config import DataConfig
 from piston.data.dataset import LeRobotDataset
-from piston.data.pipeline import Source, open_sources, split_sources
+from piston.data.image_text import DatasetQuestions
+from piston.data.pipeline import open_sources, split_sources
+from piston.data.protocol import Dataset
 from piston.progress import shortened
 from piston.report.document import Missing, render
 from piston.report.figures import Line, duration
@@ -53,7 +55,7 @@ class RobotSet(NamedTuple):
         return _name(self.pipeline)
 
 
-def open_sets(run: Run) -> list[Source]:
+def open_sets(run: Run) -> list[Dataset]:
     """Open all data sets: those of robots, and pictures with questions."""
     pipelines = run.config.pipelines()
     if any(one.fake for one in pipelines):
@@ -62,7 +64,7 @@ def open_sets(run: Run) -> list[Source]:
         return open_sources(pipelines, run.config.model)
 
 
-def robot_sets(run: Run, sets: Sequence[Source]) -> list[RobotSet]:
+def robot_sets(run: Run, sets: Sequence[Dataset]) -> list[RobotSet]:
     """Return those of the open sets that have actions."""
     config = run.config
     pipelines = config.pipelines()
@@ -74,7 +76,7 @@ def robot_sets(run: Run, sets: Sequence[Source]) -> list[RobotSet]:
     ]
 
 
-def dataset(run: Run, sets: Sequence[Source]) -> Markup:
+def dataset(run: Run, sets: Sequence[Dataset]) -> Markup:
     """Return the section on the data that the run was trained on."""
     with data_may_be_missing():
         robots = robot_sets(run, sets)
@@ -111,12 +113,10 @@ def _name(pipeline: DataConfig) -> str:
     return f"{pipeline.entry}: {pipeline.repo_id}" if pipeline.entry else str(pipeline.repo_id)
 
 
-def _pictures(pipeline: DataConfig, source: Source) -> list[str]:
+def _pictures(pipeline: DataConfig, source: Dataset) -> list[str]:
     """Return the row of pictures with questions."""
-    questions, pictures = len(source), len(source)
-    if isinstance(source, LeRobotDataset):
-        asked = source.questions
-        questions, pictures = len(asked), len({(frame, one.camera) for frame, one in asked})
+    questions = len(source)
+    pictures = source.num_pictures if isinstance(source, DatasetQuestions) else questions
     text = f"{pictures:,} picture{'s' * (pictures != 1)}"
     about = f"{questions:,} question{'s' * (questions != 1)}"
     return [_name(pipeline), "–", "–", text, "–", "–", about, "–"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from piston.data.pipeline import Source
+from piston.data.protocol import Dataset
 from piston.inference import Policy, load_policy
 from piston.report import comparison
 from piston.report.dataset import dataset, open_sets, robot_sets
@@ -88,7 +88,7 @@ def write_comparison(folders: Sequence[Path], out: Path | None = None) -> Path:
     return write_page(out, f"{len(runs)} runs", ", ".join(runs), [], sections)
 
 
-def _how_to_evaluate(run: Run, sets: Sequence[Source] | Missing) -> Missing:
+def _how_to_evaluate(run: Run, sets: Sequence[Dataset] | Missing) -> Missing:
     """Return why there is no evaluation; the advice fits the robot that the data came from."""
     checkpoint = run.checkpoint or run.folder / "STEP"
     advice = f"To try it on the robot: piston serve {checkpoint}"

@@ -12,7 +12,7 @@ from jaxtyping import UInt8
 from markupsafe import Markup
 
 from piston.config import DataConfig
-from piston.data.pipeline import Source
+from piston.data.protocol import Dataset
 from piston.data.samples import PromptFromItem
 from piston.inspection.frames import Frame, Frames
 from piston.progress import shortened
@@ -60,7 +60,7 @@ class Sample:
         return f"{place} of {self.pipeline.repo_id}{robot}"
 
 
-def choose_sample(run: Run, sets: Sequence[Source]) -> Sample:
+def choose_sample(run: Run, sets: Sequence[Dataset]) -> Sample:
     """Return a frame of the first robot, of its first held-out episode or of the middle one."""
     if run.checkpoint is None:
         raise Missing(

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from piston.data.format import not_a_written_set
-from piston.data.recorder import Recorder
+from piston.data.record import Recorder
 from piston.files import atomic_folder
 from piston.inference.recording import recorded_features, recorded_frame  # imports torch
 from piston.sim.environment import Environment, Observation

@@ -28,7 +28,7 @@ import numpy as np
 
 from piston.data.format import INFO, read_info
 from piston.data.language import Question
-from piston.data.recorder import Recorder
+from piston.data.record import Recorder
 from piston.files import append_json_lines, read_json_lines, write_json_lines
 from piston.progress import Progress, no_progress
 from piston.signals import exit_with_parent, ignore_stop_signals

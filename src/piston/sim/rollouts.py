@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from piston.data.recorder import VideoEncoding, encode_video
+from piston.data.record.encoding import VideoEncoding, encode_video
 from piston.sim import make_environment
 from piston.sim.environment import Environment, Observation, check_evaluation_seeds
 from piston.sim.scores import Evaluation, Outcome, Trace, latency_percentiles

@@ -16,20 +16,18 @@ import torch
 
 from piston import weights
 from piston.config import ROBOTS, DataConfig, TrainConfig
-from piston.data.dataset import LeRobotDataset
 from piston.data.limits import action_limits
 from piston.data.loader import Batch, Loader, Order
-from piston.data.mixture import RepeatedStarts, Samples, WeightedMixture, joined, mixed
+from piston.data.mixture import RepeatedStarts, WeightedMixture, joined, mixed
 from piston.data.pipeline import (
-    Source,
     action_names,
-    episodes_of,
     open_sources,
     open_training_data,
     require_short_texts,
     split_sources,
 )
 from piston.data.problems import EpisodeError, leave_out_any
+from piston.data.protocol import Dataset, Samples
 from piston.data.statistics import require_finite
 from piston.models.model import Model
 from piston.progress import ProgressBar
@@ -173,7 +171,7 @@ def _progress_bar(config: TrainConfig, run: Run) -> ProgressBar:
 
 
 def _open_data(
-    config: TrainConfig, pipelines: Sequence[DataConfig], sources: Sequence[Source]
+    config: TrainConfig, pipelines: Sequence[DataConfig], sources: Sequence[Dataset]
 ) -> tuple[Samples, Samples | None]:
     """Return the training data and, if asked for, the held-out episodes of the open data sets."""
     if any(one.fake for one in pipelines):
@@ -196,7 +194,7 @@ def _open_data(
         )
         samples = read(episodes=kept)
         if config.start_frames and one.has_actions:
-            lengths = [episode.length for episode in episodes_of(source) if episode.index in kept]
+            lengths = [episode.length for episode in source.episodes if episode.index in kept]
             samples = RepeatedStarts(samples, lengths, config.start_frames, config.start_weight)
         training.append(samples)
         if chosen:
@@ -214,14 +212,10 @@ def _open_data(
 
 
 def _dimension_names(
-    config: TrainConfig, pipelines: Sequence[DataConfig], sources: Sequence[Source]
+    config: TrainConfig, pipelines: Sequence[DataConfig], sources: Sequence[Dataset]
 ) -> tuple[str, ...]:
     """Return names of the action dimensions: of the robot, or numbers if there are several."""
-    robots = [
-        (one, source)
-        for one, source in zip(pipelines, sources)
-        if one.has_actions and isinstance(source, LeRobotDataset)
-    ]
+    robots = [(one, source) for one, source in zip(pipelines, sources) if one.has_actions]
     dims = [stats.dim for one, _ in robots if (stats := (one.norm_stats or {}).get("actions"))]
     dim = max(dims, default=config.model.action_dim)
     if len({one.entry for one, _ in robots}) > 1:
@@ -230,7 +224,7 @@ def _dimension_names(
 
 
 def _with_limits(
-    config: TrainConfig, pipelines: Sequence[DataConfig], sources: Sequence[Source]
+    config: TrainConfig, pipelines: Sequence[DataConfig], sources: Sequence[Dataset]
 ) -> TrainConfig:
     """Return the configuration for checkpoints: its metadata hold what the data say of the actions.
 
@@ -253,10 +247,10 @@ def _limits_of_robot(
     metadata: dict[str, Any],
     config: TrainConfig,
     pipelines: Sequence[DataConfig],
-    sources: Sequence[LeRobotDataset],
+    sources: Sequence[Dataset],
 ) -> dict[str, Any]:
     if "control_hz" not in pipelines[0].robot_metadata:
-        metadata.setdefault("control_hz", float(sources[0].metadata.fps))
+        metadata.setdefault("control_hz", float(sources[0].fps))
     limits = action_limits(sources, pipelines)
     stated = Limits.of_metadata(metadata)
     if stated is not None and stated.dim not in (None, limits.dim):

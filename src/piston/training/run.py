@@ -25,7 +25,7 @@ import piston
 from piston import presets, weights
 from piston.assets import local_path
 from piston.config import DataConfig, TrainConfig
-from piston.data.format import lerobot_home
+from piston.data.location import lerobot_home
 from piston.files import (
     append_json_lines,
     atomic_folder,

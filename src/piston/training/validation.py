@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
-from piston.data.mixture import Samples
+from piston.data.protocol import Samples
 from piston.models.model import Model
 from piston.observation import Observation, stack_samples
 from piston.training.step import Trainer

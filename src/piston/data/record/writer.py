@@ -16,6 +16,8 @@ So the set is valid at every moment, and a process that is killed loses at most 
 was writing. Sets whose files hold several episodes can be continued as well.
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import json
@@ -29,13 +31,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from piston.data.features import (
-    STAT_NAMES,
-    EpisodeStats,
-    column_stats,
-    data_table,
-    merge_stats,
-)
 from piston.data.format import (
     INFO,
     MARK,
@@ -46,6 +41,13 @@ from piston.data.format import (
     keys_of,
     read_features,
 )
+from piston.data.record.columns import (
+    STAT_NAMES,
+    EpisodeStats,
+    column_stats,
+    data_table,
+    merge_stats,
+)
 from piston.data.video import probe_video
 from piston.files import (
     atomic_file,
@@ -55,7 +57,6 @@ from piston.files import (
     remove_leftovers,
     write_json,
 )
-from piston.serialization import from_json
 
 TASKS = Path("meta/tasks.parquet")
 STATS = Path("meta/stats.json")
@@ -198,14 +199,17 @@ class DatasetWriter:
     def _unfinished(self, streams: Collection[str]) -> Iterator[tuple[str, int]]:
         """Yield the streams and numbers of the files of the episode that was not finished."""
         path = self.root / UNFINISHED
-        hint = list[tuple[str, int, int]]
-        for stream, chunk, file in from_json(read_json(path), hint, str(path)):
-            if stream not in streams or chunk < 0 or file < 0:
-                raise ValueError(
-                    f"{path} lists {[stream, chunk, file]}, which is no file of this set. Remove "
-                    f"{path.parent} if no recorder wrote it"
-                )
-            yield stream, chunk * self.info["chunks_size"] + file
+        listed = read_json(path)
+        for entry in listed if isinstance(listed, list) else [listed]:
+            match entry:
+                case [str(stream), int(chunk), int(file)] if stream in streams:
+                    if chunk >= 0 and file >= 0:
+                        yield stream, chunk * self.info["chunks_size"] + file
+                        continue
+            raise ValueError(
+                f"{path} lists {entry}, which is no file of this set. Remove {path.parent} if no "
+                "recorder wrote it"
+            )
 
     def _continue_rows(self, rows: pa.Table, path: Path) -> None:
         """Take the newest file of meta/episodes; raise ValueError if our rows do not fit it."""
