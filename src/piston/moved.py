@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 MOVED = {
     "piston.client": "piston_client",
     "piston.data.recorder": "piston.data.record",
+    "piston.inspection.server": "piston.viewer.inspector",
 }
 
 
