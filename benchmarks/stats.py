@@ -12,6 +12,7 @@ import numpy as np
 
 from common import main
 from piston.cli.console import console
+from piston.data.protocol import Episode
 from piston.data.statistics import TransformedColumns, compute_statistics
 from piston.data.video import num_usable_cpus
 from piston.models.configs import Pi0Config
@@ -36,16 +37,18 @@ class SyntheticColumns:
     cameras = ("observation.images.top",)
 
     def __init__(self, num_frames: int, episode_length: int) -> None:
-        starts = np.arange(0, num_frames, episode_length)
-        self.episode_bounds = np.stack([starts, np.append(starts[1:], num_frames)], axis=1)
-        self.episodes = tuple(types.SimpleNamespace(index=i, tasks=()) for i in range(len(starts)))
+        starts = range(0, num_frames, episode_length)
+        self.episodes = tuple(
+            Episode(index, min(episode_length, num_frames - start))
+            for index, start in enumerate(starts)
+        )
         self.metadata: Any = types.SimpleNamespace(root="synthetic", tasks={})
         steps = np.random.default_rng(0).normal(0, 0.01, (num_frames, 14)).astype(np.float32)
         state = np.mod(np.cumsum(steps, axis=0), 1.0)
         self._columns = {"observation.state": state, "action": state + steps}
 
     def __len__(self) -> int:
-        return int(self.episode_bounds[-1, 1])
+        return sum(episode.length for episode in self.episodes)
 
     def column(self, key: str) -> np.ndarray:
         return self._columns[key]

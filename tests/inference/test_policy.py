@@ -9,14 +9,14 @@ import torch
 
 import piston
 from piston import presets, weights
-from piston.config import TRAIN_SECTION
+from piston.config import TRAIN_SECTION, MixtureDataConfig
 from piston.inference.candidates import uncertainty
 from piston.inference.loading import random_policy
 from piston.inference.packing import quantize_for_inference
 from piston.inference.policy import Policy
 from piston.models.configs import LoRA
 from piston.robots.aloha import make_aloha_example
-from piston.robots.simple import DROID, LIBERO, UR5
+from piston.robots.simple import DROID, LIBERO, UR5, FakeDataConfig
 from piston.serialization import to_json
 from piston.serving import PreparingPolicy
 from piston.transforms import Group
@@ -454,7 +454,9 @@ def test_nonsense_in_a_request_is_named(aloha, request_keys, message):
 
 
 WITH_A_ROBOT = [
-    n for n in presets.names() if "" in presets.get(n).data.entries and "debug" not in n
+    name
+    for name in presets.names()
+    if not isinstance(presets.get(name).data, FakeDataConfig | MixtureDataConfig)
 ]
 
 

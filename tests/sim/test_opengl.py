@@ -64,3 +64,16 @@ def test_a_missing_library_is_no_error(works, monkeypatch):
 
     monkeypatch.setattr(opengl.ctypes, "CDLL", missing)
     assert works() is False
+
+
+def test_egl_without_libgl_does_not_work(monkeypatch):
+    """MuJoCo would fail when it is imported, with an AttributeError of PyOpenGL."""
+    load = opengl.ctypes.CDLL
+
+    def without_libgl(name):
+        if name in opengl._OPENGL_LIBRARIES:
+            raise OSError(f"{name}: cannot open shared object file")
+        return load(name)
+
+    monkeypatch.setattr(opengl.ctypes, "CDLL", without_libgl)
+    assert opengl.egl_works() is False

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 
+import psutil
 import pytest
 
 from piston.training import checkpoint
@@ -201,13 +202,6 @@ def _enlarge(disk):
     subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
 
 
-def _children(pid):
-    listed = subprocess.run(
-        ["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True
-    )
-    return [int(word) for word in listed.stdout.split()]
-
-
 @pytest.mark.slow
 def test_two_processes_are_stopped_and_one_of_two_dies(tmp_path, uncut):
     run = tmp_path / "tiny" / "run"
@@ -221,7 +215,7 @@ def test_two_processes_are_stopped_and_one_of_two_dies(tmp_path, uncut):
     assert stopped == metrics(run)[-1]["step"] < STEPS - 1
     with started([*torchrun, "--nproc-per-node=2", *train]) as process:
         wait_for(lambda: len(losses(run)) > stopped + 9, process)
-        os.kill(_children(process.pid)[-1], signal.SIGKILL)
+        psutil.Process(process.pid).children()[-1].kill()
         assert process.wait(timeout=200) != 0
     assert stopped < len(losses(run)) < STEPS
     _resume(tmp_path)

@@ -2,10 +2,10 @@
 
 import os
 import signal
-import subprocess
 import time
 from multiprocessing import forkserver, resource_tracker
 
+import psutil
 import pytest
 
 from piston.data.loader import Loader, Order
@@ -43,15 +43,6 @@ def test_a_program_that_cannot_check_is_called():
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def _descendants(pid):
-    listed = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True)
-    parents = dict(map(int, line.split()) for line in listed.stdout.splitlines())
-    found = {pid}
-    for _ in range(4):  # the fork server, what it starts, and what that starts
-        found |= {child for child, parent in parents.items() if parent in found}
-    return found - {pid}
-
-
 def test_signals_to_all_processes_leave_the_data_alone():
     """As torchrun and clusters send them, to a process that has not used multiprocessing before."""
     forkserver._forkserver._stop()
@@ -59,12 +50,10 @@ def test_signals_to_all_processes_leave_the_data_alone():
     data = FakeDataset(PI0)
     with Loader(data, Order(data, 4), num_workers=1) as loader:
         next(loader)
-        for pid in _descendants(os.getpid()):
+        # The fork server, what it starts, and what that starts.
+        for process in psutil.Process().children(recursive=True):
             for number in (signal.SIGTERM, signal.SIGINT):
-                try:
-                    os.kill(pid, number)
-                except ProcessLookupError:  # `ps` itself
-                    continue
+                process.send_signal(number)
         time.sleep(0.2)
         for _ in range(6):
             next(loader)

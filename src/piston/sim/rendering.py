@@ -39,6 +39,7 @@ VARIABLE = "MUJOCO_GL"
 _EGL_PLATFORM_DEVICE_EXT = 0x313F
 _GL_RGBA = 0x1908
 _MAX_DEVICES = 16
+_OPENGL_LIBRARIES = ("libOpenGL.so.0", "libGL.so.1")
 _OSMESA_LIBRARIES = ("libOSMesa.so.8", "libOSMesa.so.6", "libOSMesa.so")
 _INSTALL = (
     "On Debian or Ubuntu: apt install libegl1 libgl1 (or libosmesa6, slower). "
@@ -72,16 +73,18 @@ def choose_opengl() -> str | None:
             os.environ[VARIABLE] = name
             return name
     raise RenderingUnavailable(
-        "No OpenGL that renders without a screen was found: EGL has no device and OSMesa is not "
-        f"installed. {_INSTALL}"
+        "No OpenGL that renders without a screen was found: EGL has no device, or libGL is missing, "
+        f"and OSMesa is not installed. {_INSTALL}"
     )
 
 
 def egl_works() -> bool:
-    """Return whether EGL has a device that can be opened as MuJoCo opens it."""
+    """Return whether EGL has a device that can be opened as MuJoCo opens it, by PyOpenGL."""
     try:
         egl = ctypes.CDLL("libEGL.so.1")
     except OSError:
+        return False
+    if not any(map(_can_be_loaded, _OPENGL_LIBRARIES)):
         return False
     egl.eglGetProcAddress.restype = ctypes.c_void_p
     query = egl.eglGetProcAddress(b"eglQueryDevicesEXT")
@@ -100,6 +103,14 @@ def egl_works() -> bool:
         for device in devices[: count.value]
     )
     return any(display and egl.eglInitialize(display, None, None) for display in displays)
+
+
+def _can_be_loaded(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 def osmesa_works() -> bool:
