@@ -73,8 +73,8 @@ def choose_opengl() -> str | None:
             os.environ[VARIABLE] = name
             return name
     raise RenderingUnavailable(
-        "No OpenGL that renders without a screen was found: EGL has no device, or libGL is missing, "
-        f"and OSMesa is not installed. {_INSTALL}"
+        "No OpenGL that renders without a screen was found: EGL has no device or there is no "
+        f"libGL, and OSMesa is not installed. {_INSTALL}"
     )
 
 
