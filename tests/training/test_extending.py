@@ -9,7 +9,7 @@ import torch
 from torch.testing import assert_close
 
 from piston.config import OptimizerConfig
-from piston.models.flow import Pi0
+from piston.models.build import build_model
 from piston.serialization import from_json, to_json
 from piston.training.checkpoint import CheckpointWriter, restore, state_tensors
 from piston.training.step import Trainer
@@ -18,8 +18,9 @@ from .running import assert_same_tensors, state, tiny
 from .test_step import ALONE, make_batch, make_trainer, train
 from .tiny_presets import PI0
 
-REPOSITORY = Path(__file__).parents[2]
-SGD = runpy.run_path(str(REPOSITORY / "examples" / "extending" / "optimizer.py"))["SGD"]
+EXAMPLES = Path(__file__).parents[2] / "examples" / "extending"
+SGD = runpy.run_path(str(EXAMPLES / "optimizer.py"))["SGD"]
+LOSS = runpy.run_path(str(EXAMPLES / "loss.py"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,38 +69,30 @@ def test_another_optimizer_skips_steps_that_are_not_finite(optimizer):
     assert_same_tensors(state_tensors(trainer), before)
 
 
-class FirstAction(Pi0):
-    """Counts the first action of a chunk a second time, half as much for every second sample."""
-
-    @property
-    def loss_names(self):
-        return (*super().loss_names, "first_action")
-
-    def training_losses(self, observation, actions, draws):
-        losses = super().training_losses(observation, actions, draws)
-        return {**losses, "first_action": losses["velocity"][:, 0].mean(-1)}
-
-    def loss_weights(self, batch, action_weights):
-        weights = super().loss_weights(batch, action_weights)
-        return {**weights, "first_action": 1 - 0.5 * (torch.arange(len(action_weights)) % 2)}
-
-
 def make_extended(**changes):
     trainer = make_trainer(augmentation=False, ema_decay=None, **changes)
-    model = FirstAction(PI0)
+    config = dataclasses.replace(
+        trainer.config, model=LOSS["FirstActionConfig"](**vars(trainer.config.model))
+    )
+    model = build_model(config.model)
     model.load_state_dict(trainer.model.state_dict())
-    return trainer, Trainer(trainer.config, model, ALONE)
+    return trainer, Trainer(config, model, ALONE)
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_another_loss_is_the_weighted_mean_of_its_values(parts):
-    plain, extended = make_extended(gradient_accumulation=parts)
+@pytest.mark.parametrize("dims", [3, PI0.action_dim])
+def test_another_loss_is_the_weighted_mean_of_its_values(parts, dims):
+    plain, extended = make_extended(gradient_accumulation=parts, mask_padded_dims=True)
     batch = make_batch()
+    batch["action_dims"][:] = dims
     draws = extended._draw(len(batch["state"]), 0)
     values = extended._named_losses(batch, slice(None), draws)["first_action"].detach()
     before, after = train(plain, batch, 0), train(extended, batch, 0)
     assert after.losses["velocity"] == pytest.approx(before.losses["velocity"], rel=1e-6)
-    expected = (values[0] + 0.5 * values[1] + values[2] + 0.5 * values[3]) / 3
+    counted = extended.loss_weights(batch)["first_action"].bool()
+    assert counted.shape == values.shape == (4, PI0.action_dim)
+    assert counted.all() == (dims == PI0.action_dim)
+    expected = values[counted].mean()
     assert_close(torch.tensor(after.losses["first_action"]), expected, atol=1e-6, rtol=1e-5)
     assert after.loss == pytest.approx(sum(after.losses.values()))
     assert after.gradient_norm != before.gradient_norm
@@ -107,7 +100,7 @@ def test_another_loss_is_the_weighted_mean_of_its_values(parts):
 
 def test_a_loss_without_weight_changes_nothing(monkeypatch):
     plain, extended = make_extended()
-    zeros = {"first_action": torch.zeros(4)}
+    zeros = {"first_action": torch.zeros(4, PI0.action_dim)}
     weights = {**plain.loss_weights(make_batch()), **zeros}
     monkeypatch.setattr(extended.model, "loss_weights", lambda *_: weights)
     before, after = train(plain, make_batch(), 0), train(extended, make_batch(), 0)
