@@ -1,24 +1,23 @@
 """Real-time chunking (RTC): the field `rtc` of a request, parsed and checked once.
 
 A robot that executes one chunk while the next is computed sends the actions that are still ahead;
-the new chunk continues them. `RobotPipeline.prepare` parses the field into a `Continuation`, and
-the runner makes a batch's `Committed` or `Guidance` of these.
+the new chunk continues them. `RobotPipeline.prepare` parses the field into a `Continuation`; the
+runner stacks those of a batch into what the model takes.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from piston.config import DataConfig
 from piston.models.configs import ModelConfig
-from piston.models.integrator import Committed, Guidance, Jacobian, guidance_weights
+from piston.models.integrator import guidance_weights
 
 _STEPS = ("delay", "execute_horizon")
 
@@ -106,32 +105,6 @@ class RealTimeChunking:
         num_committed = min(num_committed, self._config.action_horizon - num_executed)
         weights = guidance_weights(self._config.action_horizon, num_committed, num_executed)
         return Continuation(previous, num_committed, weights)
-
-
-def make_committed(
-    rows: Sequence[Continuation | None], chunk: tuple[int, int], device: torch.device
-) -> Committed | None:
-    """Return the first actions that a batch continues, chunks being (h, a); None if none does."""
-    if not any(rows):
-        return None
-    chosen = [row or Continuation(np.zeros(chunk), 0) for row in rows]
-    lengths = torch.tensor([row.num_committed for row in chosen])
-    steps = torch.arange(chunk[0]) < lengths[:, None]
-    return Committed(to_tensor([row.previous_chunk for row in chosen], device), steps.to(device))
-
-
-def make_guidance(
-    rows: Sequence[Continuation | None], jacobian: Jacobian, device: torch.device
-) -> Guidance:
-    """Return the guidance of a batch of which every row is guided."""
-    previous = [row.previous_chunk for row in rows if row is not None]
-    weights = [row.weights for row in rows if row is not None and row.weights is not None]
-    return Guidance(to_tensor(previous, device), torch.stack(weights).to(device), jacobian)
-
-
-def to_tensor(rows: Sequence[np.ndarray], device: torch.device) -> Tensor:
-    """Stack rows as float32 on a device."""
-    return torch.from_numpy(np.stack(rows).astype(np.float32)).to(device)
 
 
 def whole_number(value: Any, name: str) -> int:

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from piston import weights
 from piston.inference.compiled import GraphEngine
-from piston.inference.rtc import Continuation, make_committed, make_guidance, to_tensor
+from piston.inference.rtc import Continuation
 from piston.models.flow import Pi0
-from piston.models.integrator import Jacobian
+from piston.models.integrator import Committed, Guidance, Jacobian
 from piston.models.model import ActOptions, Model
 from piston.observation import Observation, stack_samples
 from piston.transforms import Data
@@ -119,18 +119,12 @@ class Runner:
     def run(self, requests: Sequence[ModelRequest]) -> list[ModelOutput]:
         """Compute the rows of a batch, in their order."""
         # The kinds of requests differ in what is computed, so each kind is one batch.
-        places: dict[Callable[..., list[ModelOutput]], list[int]] = {
-            self._act_plain: [],
-            self._act_guided: [],
-            self._answer: [],
-        }
-        for place, request in enumerate(requests):
-            places[self._method_for(request)].append(place)
+        methods = [self._method_for(request) for request in requests]
         outputs: dict[int, ModelOutput] = {}
-        for compute, of_kind in places.items():
-            if of_kind:
-                computed = compute([requests[place] for place in of_kind])
-                outputs.update(zip(of_kind, computed, strict=True))
+        for compute in dict.fromkeys(methods):
+            places = [place for place, method in enumerate(methods) if method == compute]
+            computed = compute([requests[place] for place in places])
+            outputs.update(zip(places, computed, strict=True))
         return [outputs[place] for place in range(len(requests))]
 
     def _method_for(self, request: ModelRequest) -> Callable[..., list[ModelOutput]]:
@@ -142,14 +136,32 @@ class Runner:
     def _act_plain(self, requests: Sequence[ModelRequest]) -> list[ModelOutput]:
         if not self.model.config.denoises:
             return self._act(requests, ActOptions())
-        committed = make_committed([request.rtc for request in requests], self._chunk, self.device)
-        options = ActOptions(self._noise(requests), self.num_steps, committed=committed)
-        return self._act(requests, options)
+        committed = self._committed(requests)
+        return self._act(
+            requests, ActOptions(self._noise(requests), self.num_steps, committed=committed)
+        )
+
+    def _committed(self, requests: Sequence[ModelRequest]) -> Committed | None:
+        """Return the first actions that requests continue; None if no request does."""
+        if not any(request.rtc for request in requests):
+            return None
+        new = Continuation(np.zeros(self._chunk), num_committed=0)
+        rows = [request.rtc or new for request in requests]
+        lengths = torch.tensor([row.num_committed for row in rows])
+        steps = torch.arange(self._chunk[0]) < lengths[:, None]
+        return Committed(self._stack([row.previous_chunk for row in rows]), steps.to(self.device))
 
     def _act_guided(self, requests: Sequence[ModelRequest]) -> list[ModelOutput]:
-        guidance = make_guidance([request.rtc for request in requests], self._jacobian, self.device)
-        options = ActOptions(self._noise(requests), self.num_steps, guidance=guidance)
-        return self._act(requests, options)
+        rows = [request.rtc for request in requests if request.rtc is not None]
+        weights = [row.weights for row in rows if row.weights is not None]
+        guidance = Guidance(
+            previous=self._stack([row.previous_chunk for row in rows]),
+            weights=torch.stack(weights).to(self.device),
+            jacobian=self._jacobian,
+        )
+        return self._act(
+            requests, ActOptions(self._noise(requests), self.num_steps, guidance=guidance)
+        )
 
     def _act(self, requests: Sequence[ModelRequest], options: ActOptions) -> list[ModelOutput]:
         with torch.no_grad():
@@ -172,8 +184,10 @@ class Runner:
         return Observation.from_dict(stacked).to(self.device)
 
     def _noise(self, requests: Sequence[ModelRequest]) -> Tensor:
-        rows = [request.noise for request in requests if request.noise is not None]
-        return to_tensor(rows, self.device)
+        return self._stack([request.noise for request in requests if request.noise is not None])
+
+    def _stack(self, rows: Sequence[np.ndarray]) -> Tensor:
+        return torch.from_numpy(np.stack(rows).astype(np.float32)).to(self.device)
 
     def warm_up(self) -> float:
         """Run once on a black image, so that the first robot does not wait; return the seconds.
