@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from piston import weights
 from piston.inference.compiled import GraphEngine
 from piston.inference.rtc import Continuation
+from piston.models.build import build_on_meta
 from piston.models.flow import Pi0
 from piston.models.integrator import Committed, Guidance, Jacobian
 from piston.models.model import ActOptions, Model
@@ -107,7 +107,7 @@ class Runner:
     @property
     def num_parameters(self) -> int:
         """How many the model has, in whatever form its weights are held."""
-        model = weights.build_on_meta(self.model.config)
+        model = build_on_meta(self.model.config)
         return sum(parameter.numel() for parameter in model.parameters())
 
     @property
