@@ -109,7 +109,7 @@ def test_prepared_requests_give_the_same_actions(aloha):
     assert isinstance(aloha, PreparingPolicy)
     requests = _mixed_requests()
     prepared = [aloha.prepare(request) for request in requests]
-    assert [dict(one) for one in prepared] == requests
+    assert [one.observation for one in prepared] == requests
     results = aloha.infer_batch(prepared)
     for result, expected in zip(results, aloha.infer_batch(requests), strict=True):
         np.testing.assert_array_equal(result["actions"], expected["actions"])
@@ -247,8 +247,8 @@ def test_the_candidate_that_agrees_most_is_sent(aloha):
     same = policy.infer(example, noise=np.repeat(noise[:1], 3, axis=0))["uncertainty"]["spread"]
     assert same < 1e-5 < apart
     # With a seed, the first candidate is the only one of a policy without candidates.
-    single = aloha.prepare({**example, "seed": 5}).inputs["noise"]
-    np.testing.assert_array_equal(policy.prepare({**example, "seed": 5}).inputs["noise"][0], single)
+    single = aloha.prepare({**example, "seed": 5}).noise
+    np.testing.assert_array_equal(policy.prepare({**example, "seed": 5}).noise[0], single)
     with pytest.raises(ValueError, match=r"expected \(3, 50, 32\)"):
         policy.infer(example, noise=noise[0])
 
@@ -441,6 +441,7 @@ def test_real_time_chunking_in_eight_bits(checkpoint):
         ({"seed": [1]}, "seed is"),
         ({"seed": 1.5}, "seed is 1.5"),
         ({"noise": {}}, "noise is"),
+        ({"noise": np.full((50, 32), np.nan)}, "'actions' holds NaN"),
         ({"rtc": 5}, "rtc is 5"),
         ({"rtc": {}}, "expected delay, execute_horizon, previous_chunk"),
         ({"rtc": _rtc(np.zeros((50, 14))) | {"delay": None}}, r"rtc\.delay"),
@@ -491,7 +492,7 @@ def test_a_device_that_is_not_there_is_named(checkpoint, device):
     ],
 )
 def test_a_batch_grows_while_requests_become_cheaper(aloha, seconds, most, best, monkeypatch):
-    monkeypatch.setattr(aloha, "_seconds_of_batch", seconds.__getitem__)
+    monkeypatch.setattr(aloha.runner, "_seconds_of_batch", seconds.__getitem__)
     assert aloha.best_batch(most) == best
 
 
@@ -510,7 +511,7 @@ def test_a_batch_that_does_not_fit_into_memory_is_not_chosen(aloha, monkeypatch)
             raise torch.OutOfMemoryError("no room")
         return 1.0
 
-    monkeypatch.setattr(aloha, "_seconds_of_batch", seconds)
+    monkeypatch.setattr(aloha.runner, "_seconds_of_batch", seconds)
     assert aloha.best_batch(8) == 2
 
 

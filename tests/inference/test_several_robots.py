@@ -18,6 +18,7 @@ from tests.training.two_robots import (
 import piston
 from piston.config import UnknownRobot
 from piston.inference import Policy, RobotPolicies, load_policies, load_policy
+from piston.inference.loading import random_policy
 from piston.serving import PreparingPolicy
 
 LIST = "There is arm, cart."
@@ -30,7 +31,7 @@ def policies(checkpoint_of_two_robots):
 
 @pytest.fixture(scope="module")
 def both(policies):
-    return RobotPolicies(policies)
+    return Policy.join(policies)
 
 
 def test_the_robots_share_one_model(policies):
@@ -86,7 +87,7 @@ def test_a_robot_that_is_not_there_is_refused_with_the_list(
     with pytest.raises(UnknownRobot, match=message) as loaded:
         load_policy(checkpoint_of_two_robots, robot=name)
     with pytest.raises(UnknownRobot, match=message) as default:
-        RobotPolicies(policies, default=name)
+        Policy.join(policies, default=name)
     assert str(loaded.value).endswith(LIST)
     assert str(default.value).endswith(LIST)
 
@@ -145,7 +146,7 @@ def test_a_request_in_another_robots_keys_is_refused(both):
 
 
 def test_the_default_is_for_requests_that_do_not_say_it(policies):
-    served = RobotPolicies(policies, default="cart")
+    served = Policy.join(policies, default="cart")
     assert served.metadata["robot"] == "cart"
     assert served.metadata["control_hz"] == CART.rate
     assert served.infer(observation("cart"))["actions"].shape == (HORIZON, 2)
@@ -153,8 +154,14 @@ def test_the_default_is_for_requests_that_do_not_say_it(policies):
 
 
 def test_a_single_robot_need_not_be_named(policies):
-    served = RobotPolicies({"arm": policies["arm"]})
+    served = RobotPolicies({"arm": policies["arm"]})  # the former name of `Policy.join`
     assert served.infer(observation("arm"))["subtask"] == "reach"
+
+
+def test_robots_of_different_models_are_not_joined(policies):
+    other = random_policy("pi0_libero")
+    with pytest.raises(ValueError, match="different models cannot share batches"):
+        Policy.join({"arm": policies["arm"], "libero": other})
 
 
 def test_one_robots_policy_refuses_the_other(policies):

@@ -164,7 +164,7 @@ def test_texts_are_written_when_they_are_due(patient, written):
 
 def test_seconds_pass_by_the_clock(policies, written):
     policy, now = with_interval(policies["arm"], "2s"), 0.0
-    policy._subtasks._clock = lambda: now
+    policy.pipeline()._subtasks._clock = lambda: now
     for now in (0.0, 1.9, 2.0, 3.9, 4.1):  # noqa: B007
         policy.infer(observation("arm", 7))
     assert len(written) == 3

@@ -81,9 +81,14 @@ def test_the_model_refuses_what_it_cannot_use(start, connect, model_policy):
 class TwiceAsFar(Policy):
     """A policy of somebody who overrides the one method that infers."""
 
-    def infer_batch(self, observations):
-        seen = [{**one, "prompt": "go"} if one["prompt"] == "stop" else one for one in observations]
-        results = super().infer_batch(seen)
+    def infer_batch(self, requests):
+        observations = [getattr(request, "observation", request) for request in requests]
+        results = super().infer_batch(
+            [
+                {**observation, "prompt": "go"} if observation["prompt"] == "stop" else request
+                for request, observation in zip(requests, observations, strict=True)
+            ]
+        )
         return [{**result, "actions": 2 * result["actions"]} for result in results]
 
 

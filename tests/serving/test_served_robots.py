@@ -7,7 +7,7 @@ import pytest
 from tests.training.two_robots import BRIGHT, CART, DARK, QUESTION, observation
 
 from piston.cli import main
-from piston.inference import RobotPolicies, load_policies
+from piston.inference import Policy, load_policies
 from piston.serving import running_server
 from piston.sim.rollouts import infer_with_server
 from piston_client import ActionChunkBroker, Client, ServerError
@@ -21,14 +21,14 @@ def policies(checkpoint_of_two_robots):
 @pytest.fixture(scope="module")
 def server(policies):
     """A server that takes no robot for granted."""
-    policy = RobotPolicies(policies)
+    policy = Policy.join(policies)
     with running_server(policy, warm_up=policy.warm_up) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def server_of_arm(policies):
-    with running_server(RobotPolicies(policies, default="arm")) as server:
+    with running_server(Policy.join(policies, default="arm")) as server:
         yield server
 
 

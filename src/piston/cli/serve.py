@@ -18,7 +18,6 @@ from piston.serving import MOST_IN_A_BATCH, ServerConfig, run_server
 if TYPE_CHECKING:
     from piston.inference.policy import Policy
     from piston.inference.recording import RecordingPolicy
-    from piston.inference.robots import RobotPolicies
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +72,6 @@ class ServeArguments:
 def serve(arguments: ServeArguments) -> None:
     _check(arguments)
     from piston.inference.recording import RecordingPolicy  # imports torch
-    from piston.inference.robots import RobotPolicies
 
     policy = _make_policy(arguments)
     logger.info("%s on %s", policy.model.config.family, policy.device)
@@ -82,9 +80,9 @@ def serve(arguments: ServeArguments) -> None:
         name = str(Path(name).resolve())
     server = dataclasses.replace(arguments.server, name=arguments.server.name or name)
     with contextlib.ExitStack() as stack:
-        served: Policy | RobotPolicies | RecordingPolicy = policy
+        served: Policy | RecordingPolicy = policy
         if arguments.record is not None:
-            if isinstance(policy, RobotPolicies):
+            if len(policy.robots) > 1:
                 raise ValueError("--record is for one robot, but the checkpoint is of several.")
             served = RecordingPolicy(policy, arguments.record, arguments.record_fps or 10.0)
             stack.callback(served.close)
@@ -123,11 +121,11 @@ def _check(arguments: ServeArguments) -> None:
         )
 
 
-def _make_policy(arguments: ServeArguments) -> Policy | RobotPolicies:
+def _make_policy(arguments: ServeArguments) -> Policy:
     import torch
 
     from piston.inference.loading import load_policies, random_policy
-    from piston.inference.robots import RobotPolicies
+    from piston.inference.policy import Policy
 
     names = (
         "default_prompt",
@@ -150,4 +148,4 @@ def _make_policy(arguments: ServeArguments) -> Policy | RobotPolicies:
     for name in ("preset", "device", "dtype"):
         options[name] = getattr(arguments, name)
     policies = load_policies(arguments.checkpoint, default_robot=robot, **options)
-    return policies[""] if "" in policies else RobotPolicies(policies, robot)
+    return policies[""] if "" in policies else Policy.join(policies, robot)

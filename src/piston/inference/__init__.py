@@ -2,6 +2,8 @@
 
 from piston.inference.loading import load_policies, load_policy
 from piston.inference.policy import Policy
-from piston.inference.robots import RobotPolicies
+
+# The former class: a policy of several robots is made in the same way.
+RobotPolicies = Policy.join
 
 __all__ = ["Policy", "RobotPolicies", "load_policies", "load_policy"]

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from piston.data.record import Recorder
-from piston.inference.policy import REQUEST_KEYS, Policy, PreparedObservation
+from piston.inference.policy import Policy
+from piston.inference.robot_pipeline import REQUEST_KEYS, PreparedRequest
 from piston.transforms import flatten_dict
 from piston.transforms.images import to_uint8_hwc
 
@@ -62,13 +63,16 @@ class RecordingPolicy:
     def has_sessions(self) -> bool:
         return self._policy.has_sessions
 
-    def prepare(self, observation: Mapping[str, Any]) -> PreparedObservation:
+    def prepare(self, observation: Mapping[str, Any]) -> PreparedRequest:
         return self._policy.prepare(observation)
 
-    def infer_batch(self, observations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def infer_batch(
+        self, observations: Sequence[Mapping[str, Any] | PreparedRequest]
+    ) -> list[dict[str, Any]]:
         now = float(self._clock())
         results = self._policy.infer_batch(observations)
-        for observation, result in zip(observations, results, strict=True):
+        for request, result in zip(observations, results, strict=True):
+            observation = request.observation if isinstance(request, PreparedRequest) else request
             if "actions" not in result:  # the answer to a question
                 continue
             try:
