@@ -103,7 +103,7 @@ class TestTraining:
         """π0.5's prompt ends with the opening already; π0's does not."""
         found = transform(text, family=family, subtasks=False, max_text_len=0)(sample())
         opening = "" if family == "pi05" else "Action: "
-        written = fast_of(text).written(ACTIONS, opening)
+        written = fast_of(text).encode(ACTIONS, opening)
         check(found, prompt_ids(text, family, False), [], written, MAX_PROMPT + MAX_FAST)
         tokens = found["tokenized_prompt"].tolist()
         once = text.encode("Action")
@@ -114,7 +114,7 @@ class TestTraining:
 
     def test_both(self, text: TextTokenizer, family: str) -> None:
         found = transform(text, family=family)(sample(subtask="reach it"))
-        hidden = [text.eos_id, *fast_of(text).written(ACTIONS)]
+        hidden = [text.eos_id, *fast_of(text).encode(ACTIONS)]
         prompt, shown = prompt_ids(text, family, subtasks=True), text.encode("reach it")
         check(found, prompt, shown, hidden, MAX_PROMPT + MAX_TEXT + MAX_FAST)
 
@@ -123,7 +123,7 @@ class TestTraining:
         """Nor anything that asks for it: FAST tokens must not be learned as an answer to that."""
         prompt = prompt_ids(BYTES, family, subtasks=False)
         found = transform(family=family)(sample(**label))
-        written = fast_of(BYTES).written(ACTIONS, "" if family == "pi05" else "Action: ")
+        written = fast_of(BYTES).encode(ACTIONS, "" if family == "pi05" else "Action: ")
         check(found, prompt, [], written, MAX_PROMPT + MAX_TEXT + MAX_FAST)
         found = transform(family=family, fast=False)(sample(**label))
         check(found, prompt, [], [], MAX_PROMPT + MAX_TEXT)
