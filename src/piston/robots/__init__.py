@@ -337,8 +337,13 @@ class RobotDataConfig(DataConfigFactory):
         """
         return Group()
 
+    def transforms(self, table: RobotInputs) -> Group:
+        """Return the transforms between the robot's keys and the model's, with absolute actions."""
+        own = self.conversions()
+        return Group([table], [table.outputs]).push(own.inputs, own.outputs)
+
     def create(self, assets_dirs: Path, model_config: ModelConfig) -> DataConfig:
-        table, own = self.robot_inputs(model_config), self.conversions()
+        table = self.robot_inputs(model_config)
         for name, slot in table.cameras.items():
             if slot not in model_config.cameras and name not in table.optional:
                 raise ValueError(
@@ -346,7 +351,7 @@ class RobotDataConfig(DataConfigFactory):
                     f"this model.{did_you_mean(slot, model_config.cameras)} It has "
                     f"{', '.join(model_config.cameras)}."
                 )
-        transforms = Group([table], [table.outputs]).push(own.inputs, own.outputs)
+        transforms = self.transforms(table)
         if (delta := table.delta_actions()) is not None:
             transforms = transforms.push([DeltaActions(*delta)], [AbsoluteActions(*delta)])
         prompt = table.prompt if self.default_prompt is None else self.default_prompt
