@@ -312,7 +312,7 @@ def _with_tokens(
     tokens = np.zeros((len(rows), max_len), np.int32)
     for index, row in enumerate(_cut(rows, max_len, *_CUT_PROMPT)):
         tokens[index, : len(row)] = row
-    ends = np.cumsum([[len(tokens) for tokens in part] for part in parts], axis=0)
+    ends = np.cumsum([[len(ids) for ids in part] for part in parts], axis=0)
     *after, padding = np.arange(max_len) >= ends[..., np.newaxis]
     found = {"tokenized_prompt": tokens, "tokenized_prompt_mask": ~padding}
     for name, written in zip(("token_loss_mask", "token_hidden_mask"), after):
