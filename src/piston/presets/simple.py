@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+from typing import Any
 
 from piston.config import AssetsConfig, CosineDecaySchedule, TrainConfig
 from piston.models.configs import GEMMA, Pi0Config, Pi0FASTConfig
@@ -13,7 +14,7 @@ from piston.robots.simple import LeRobotLiberoDataConfig, LeRobotUR5DataConfig
 _PLAIN = LeRobotLiberoDataConfig(repo_id="physical-intelligence/libero", prompt_from_task=True)
 # The π0 and π0-FAST presets subtract the state from the actions, which are relative already.
 _DELTA = dataclasses.replace(_PLAIN, extra_delta_transform=True)
-_SIZES = {"vlm": "gemma_2b", "action_expert": "gemma_300m"}
+_LORA = {"vlm": GEMMA["gemma_2b_lora"], "action_expert": GEMMA["gemma_300m_lora"]}
 _BASE = "gs://openpi-assets/checkpoints/{}_base/params"
 # LIBERO's two cameras keep their π0 slots on π0-FAST too.
 _FAST = Pi0FASTConfig(
@@ -23,14 +24,13 @@ _FAST = Pi0FASTConfig(
 
 def _low_memory(preset: TrainConfig) -> TrainConfig:
     """Train adapters of the matrices instead of the experts."""
-    model = preset.model
-    lora = {name: GEMMA[f"{size}_lora"] for name, size in _SIZES.items() if name in model.experts}
+    lora: dict[str, Any] = {expert: _LORA[expert] for expert in preset.model.experts}
     return dataclasses.replace(
         preset,
         name=f"{preset.name}_low_mem_finetune",
-        model=dataclasses.replace(model, **lora),
+        model=dataclasses.replace(preset.model, **lora),
         allow_missing=("*lora*",),
-        freeze=(*(f"{name}.*" for name in lora), "!*lora*"),
+        freeze=(*(f"{expert}.*" for expert in lora), "!*lora*"),
         ema_decay=None,
     )
 

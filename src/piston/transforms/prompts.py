@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 from piston.logs import warn_once
 from piston.tokenizers.fast import OPENING, FASTPrompt
 from piston.tokenizers.text import TextTokenizer
-from piston.transforms import Data, missing_key, require, require_numbers
+from piston.transforms import TEXTS, Data, missing_key, require, require_numbers
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +98,10 @@ class ResponseTokens:
     def for_inference(self) -> ResponseTokens:
         return dataclasses.replace(self, fast=None, training=False)
 
+    @property
+    def max_len(self) -> int:
+        return self.max_text_len + (0 if self.fast is None else self.fast.max_len)
+
     def text(self, tokenizer: TextTokenizer, text: str, kind: str) -> list[int]:
         """Return the tokens of a subtask or an answer. Raise ValueError if they are too many."""
         ids = tokenizer.encode(_clean(text))
@@ -107,6 +111,21 @@ class ResponseTokens:
                 f"{self.max_text_len}. Shorten it, or raise model.max_text_len."
             )
         return ids
+
+    def hidden(
+        self,
+        data: Data,
+        batch: tuple[int, ...],
+        texts: Sequence[Sequence[int] | None],
+        openings: Sequence[str],
+    ) -> list[list[int]]:
+        """Return the tokens after each text: its end, and the actions if the model learns them."""
+        ends = [[] if text is None else [TextTokenizer.eos_id] for text in texts]
+        if self.fast is None or "actions" not in data:
+            return ends
+        codes = _codes(data, batch, self.fast, openings, "TokenizePrompt")
+        codes = _cut(codes, self.fast.max_len, *_CUT_CODES)
+        return [[*end, *ids] for end, ids in zip(ends, codes)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,22 +165,16 @@ class TokenizePrompt:
         cues = [cue if writes and (t is not None or not response.training) else "" for t in texts]
         rows = self._rows(prompts, states, cues)
         shown = [text or [] for text in texts]
-        max_len = self.max_len + response.max_text_len
-        if not response.training:
-            found = _with_tokens(data, batch, max_len, rows, shown)
-            del found["token_loss_mask"]
-            asked = np.array([writes and text is None for text in texts])
-            return {**found, "writes_text": asked.reshape(batch)}
-        hidden = [[] if text is None else [self.tokenizer.eos_id] for text in texts]
-        if (fast := response.fast) is not None:
-            max_len += fast.max_len
+        max_len = self.max_len + response.max_len
+        if response.training:
             # The prompt of π0.5 ends with the opening, unless a text follows it.
             openings = [OPENING if s is None or cue else "" for s, cue in zip(states, cues)]
-            if "actions" in data:
-                codes = _codes(data, batch, fast, openings, "TokenizePrompt")
-                codes = _cut(codes, fast.max_len, *_CUT_CODES)
-                hidden = [[*end, *ids] for end, ids in zip(hidden, codes)]
-        return _with_tokens(data, batch, max_len, rows, shown, hidden)
+            hidden = response.hidden(data, batch, texts, openings)
+            return _with_tokens(data, batch, max_len, rows, shown, hidden)
+        found = _with_tokens(data, batch, max_len, rows, shown)
+        del found["token_loss_mask"]
+        asked = np.array([writes and text is None for text in texts])
+        return {**found, "writes_text": asked.reshape(batch)}
 
     def _rows(
         self, prompts: np.ndarray, states: Sequence[np.ndarray | None], cues: Sequence[str]
@@ -250,7 +263,7 @@ class ExtractFASTActions:
 
 def _prompts_and_states(
     data: Data, key: str, with_state: bool, context: str
-) -> tuple[np.ndarray, Sequence[Any]]:
+) -> tuple[np.ndarray, list[Any]]:
     """Return one prompt per sample, and the bins of its state; None for a prompt without state."""
     if with_state:
         require(data, "state", context)
@@ -258,7 +271,7 @@ def _prompts_and_states(
     prompts = _texts(data, key, batch, context)
     if not with_state:
         return prompts, [None] * prompts.size
-    return prompts, _merged(discretize_state(np.asarray(data["state"])), 1)
+    return prompts, list(_merged(discretize_state(np.asarray(data["state"])), 1))
 
 
 def _codes(
@@ -319,8 +332,7 @@ def _with_tokens(
         found[name] = written & ~padding
     if after:
         found["token_ar_mask"] = found["token_loss_mask"].astype(np.int32)
-    texts = ("prompt", "subtask", "question", "answer")
-    rest = {key: value for key, value in data.items() if key not in texts}
+    rest = {key: value for key, value in data.items() if key not in TEXTS}
     return rest | {key: values.reshape(*batch, max_len) for key, values in found.items()}
 
 
