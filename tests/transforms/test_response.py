@@ -279,6 +279,16 @@ def test_a_prompt_that_is_cut_keeps_its_response(caplog: pytest.LogCaptureFixtur
     check(found, prompt, BYTES.encode("reach"), [BYTES.eos_id], MAX_PROMPT + MAX_TEXT)
 
 
+@pytest.mark.parametrize("family", ["pi0", "pi05"])
+def test_a_prompt_before_actions_is_cut_with_a_warning(
+    family: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    step = transform(family=family, subtasks=False, max_text_len=0)
+    found = step(sample(prompt="p" * 80))
+    assert "1 of 1 prompts are longer than the model's 48 tokens" in caplog.text
+    assert found["token_ar_mask"].argmax() == MAX_PROMPT
+
+
 def test_it_pickles() -> None:
     step = transform()
     data = sample(subtask="reach")

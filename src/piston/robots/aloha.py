@@ -178,15 +178,12 @@ class LeRobotAlohaDataConfig(RobotDataConfig):
         return dataclasses.replace(_with_cameras(self.cameras), relative=relative)
 
     def transforms(self, table: RobotInputs) -> Group:  # noqa: ARG002
+        stride, group = self.action_stride, Group()
+        if stride != 1:
+            group = Group([SubsampleActions(stride)], [InterpolateActions(stride)])
         inputs = AlohaInputs(self.adapt_to_pi, self.cameras)
-        group = Group([inputs], [AlohaOutputs(self.adapt_to_pi)])
-        if self.action_stride != 1:
-            strided = Group(
-                [SubsampleActions(self.action_stride)], [InterpolateActions(self.action_stride)]
-            )
-            group = strided.push(group.inputs, group.outputs)
-        noise = [PerturbState(self.state_noise, JOINTS)] if self.state_noise else []
-        return group.push(noise)
+        group = group.push([inputs], [AlohaOutputs(self.adapt_to_pi)])
+        return group.push([PerturbState(self.state_noise, JOINTS)]) if self.state_noise else group
 
     def create(self, assets_dirs: Path, model_config: ModelConfig) -> DataConfig:
         return dataclasses.replace(
