@@ -106,8 +106,10 @@ def _robot(content: Mapping[str, Any]) -> RobotInputs:
             raise ValueError(f"{key!r} is missing: {FIELDS[key]}.")
     fields = {key: _checked(content[key], _TYPES[key], key) for key in _TYPES if key in content}
     for key, kind in _ENTRY_TYPES.items():
-        entries = _flat(_checked(content.get(key, {}), dict, key))
-        fields[key] = {name: _checked(entry, kind, key, name) for name, entry in entries}
+        table = content.get(key, {})
+        if not isinstance(table, dict):
+            raise _misfit(table, key)
+        fields[key] = {name: _checked(entry, kind, key, name) for name, entry in _flat(table)}
     for name, ends in fields["grippers"].items():
         if ends.keys() != _ENDS:
             raise _misfit(ends, "grippers", name)
@@ -133,6 +135,6 @@ def _checked(value: Any, kind: Any, field: str, entry: str | None = None) -> Any
         raise _misfit(value, field, entry) from None
 
 
-def _misfit(value: Any, field: str, entry: str | None) -> ValueError:
+def _misfit(value: Any, field: str, entry: str | None = None) -> ValueError:
     place = field if entry is None else f"{field}.{entry}"
     return ValueError(f"{place!r} is {value!r}; expected {FIELDS[field]}.")
