@@ -313,16 +313,12 @@ class RobotDataConfig(DataConfigFactory):
     inputs: ClassVar[RobotInputs]
 
     @property
-    def table(self) -> RobotInputs:
-        return self.inputs
-
-    @property
     def robot(self) -> str:
-        return self.table.name
+        return self.inputs.name
 
     def robot_inputs(self, model_config: ModelConfig) -> RobotInputs:  # noqa: ARG002
         """Return the table for this model and these options; by default always the same."""
-        return self.table
+        return self.inputs
 
     def conversions(self) -> Group:
         """Return transforms between the table's state and actions and the model's.

@@ -16,6 +16,7 @@ from typing import Any
 import tyro
 
 from piston.config import DataConfigFactory, TrainConfig
+from piston.models.configs import ModelConfig
 from piston.robots import Dims, RobotDataConfig, RobotInputs
 from piston.serialization import from_json, register
 from piston.suggestions import did_you_mean
@@ -54,6 +55,9 @@ class DescribedRobotDataConfig(RobotDataConfig):
                 "init-robot SET` writes such a file from a data set."
             )
         return self.description
+
+    def robot_inputs(self, model_config: ModelConfig) -> RobotInputs:  # noqa: ARG002
+        return self.table
 
     @property
     def robot(self) -> str:
