@@ -9,7 +9,8 @@ import pytest
 from PIL import Image
 
 from piston.data import check_dataset, open_dataset
-from piston.data.aloha_hdf5 import JOINTS, convert_aloha_hdf5, episode_files
+from piston.data.aloha_hdf5 import convert_aloha_hdf5, episode_files
+from piston.robots.aloha import NAMES
 
 h5py = pytest.importorskip("h5py")
 
@@ -83,7 +84,7 @@ def test_episodes(tmp_path: Path, images: str) -> None:
     assert calls == [(5, 18), (11, 18), (18, 18)]
     dataset = open_dataset(target)
     assert (dataset.fps, dataset.metadata.robot_type) == (50, "aloha")
-    assert dataset.metadata.features["action"].names == JOINTS
+    assert dataset.metadata.features["action"].names == list(NAMES)
     index = 0
     for episode in range(3):
         with h5py.File(folder / f"episode_{episode}.hdf5") as file:

@@ -235,18 +235,17 @@ class TestPrompt:
 
     def test_layout(self, prompt: FASTPrompt, chunk: np.ndarray) -> None:
         text = BytesTokenizer()
-        prefix, written = prompt.encode("Task: x", chunk)
+        written = prompt.encode(chunk)
         codes = [prompt.vocab_size - 129 - code for code in prompt.fast.encode(chunk)]
-        assert prefix == text.encode("Task: x", bos=True)
         assert written == [*text.encode("Action: "), *codes, *text.encode("|"), text.eos_id]
         assert min(codes) >= text.vocab_size
-        assert prompt.encode("Task: x") == (prefix, [])
+        assert prompt.encode(chunk, "") == written[len(text.encode("Action: ")) :]
 
     @pytest.mark.parametrize("after", [[], [0, 0, 0], [1, 0, 300], [127, 1, 0, 68]])
     def test_what_the_model_writes_comes_back(
         self, prompt: FASTPrompt, chunk: np.ndarray, after: list[int]
     ) -> None:
-        _, written = prompt.encode("", chunk)
+        written = prompt.encode(chunk)
         expected = prompt.fast.decode(prompt.fast.encode(chunk), HORIZON, DIM)
         assert written[-2:] == [127, 1]
         tokens = np.array([*written[:-2], *after], dtype=np.int32)
@@ -277,8 +276,8 @@ class TestPrompt:
             prompt.text, prompt.fast, vocab_size=prompt.vocab_size - 1, max_len=prompt.max_len
         )
         with pytest.raises(ValueError, match=f"at least {prompt.vocab_size}"):
-            small.encode("", chunk)
+            small.encode(chunk)
 
     def test_pickles(self, prompt: FASTPrompt, chunk: np.ndarray) -> None:
-        before = prompt.encode("Task", chunk)
-        assert pickle.loads(pickle.dumps(prompt)).encode("Task", chunk) == before
+        before = prompt.encode(chunk)
+        assert pickle.loads(pickle.dumps(prompt)).encode(chunk) == before

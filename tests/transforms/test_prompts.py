@@ -205,7 +205,7 @@ def test_extract_takes_leading_axes_and_survives_nonsense(fast_prompt: FASTPromp
     chunks = np.random.default_rng(1).uniform(-1, 1, size=(2, 2, HORIZON, DIM))
     tokens = np.zeros((2, 2, 60), dtype=np.int32)
     for index in np.ndindex(2, 2):
-        _, written = fast_prompt.encode("", chunks[index])
+        written = fast_prompt.encode(chunks[index])
         tokens[index][: len(written)] = written
     tokens[1, 1] = 77
     extract = ExtractFASTActions(fast_prompt, HORIZON, DIM)

@@ -103,7 +103,7 @@ class TestTraining:
         """π0.5's prompt ends with the opening already; π0's does not."""
         found = transform(text, family=family, subtasks=False, max_text_len=0)(sample())
         opening = "" if family == "pi05" else "Action: "
-        written = fast_of(text).written(ACTIONS, opening)
+        written = fast_of(text).encode(ACTIONS, opening)
         check(found, prompt_ids(text, family, False), [], written, MAX_PROMPT + MAX_FAST)
         tokens = found["tokenized_prompt"].tolist()
         once = text.encode("Action")
@@ -114,7 +114,7 @@ class TestTraining:
 
     def test_both(self, text: TextTokenizer, family: str) -> None:
         found = transform(text, family=family)(sample(subtask="reach it"))
-        hidden = [text.eos_id, *fast_of(text).written(ACTIONS)]
+        hidden = [text.eos_id, *fast_of(text).encode(ACTIONS)]
         prompt, shown = prompt_ids(text, family, subtasks=True), text.encode("reach it")
         check(found, prompt, shown, hidden, MAX_PROMPT + MAX_TEXT + MAX_FAST)
 
@@ -123,7 +123,7 @@ class TestTraining:
         """Nor anything that asks for it: FAST tokens must not be learned as an answer to that."""
         prompt = prompt_ids(BYTES, family, subtasks=False)
         found = transform(family=family)(sample(**label))
-        written = fast_of(BYTES).written(ACTIONS, "" if family == "pi05" else "Action: ")
+        written = fast_of(BYTES).encode(ACTIONS, "" if family == "pi05" else "Action: ")
         check(found, prompt, [], written, MAX_PROMPT + MAX_TEXT + MAX_FAST)
         found = transform(family=family, fast=False)(sample(**label))
         check(found, prompt, [], [], MAX_PROMPT + MAX_TEXT)
@@ -277,6 +277,16 @@ def test_a_prompt_that_is_cut_keeps_its_response(caplog: pytest.LogCaptureFixtur
     cue = BYTES.encode("Subtask: ")
     prompt = [*BYTES.encode("p" * 80, bos=True)[: MAX_PROMPT - len(cue)], *cue]
     check(found, prompt, BYTES.encode("reach"), [BYTES.eos_id], MAX_PROMPT + MAX_TEXT)
+
+
+@pytest.mark.parametrize("family", ["pi0", "pi05"])
+def test_a_prompt_before_actions_is_cut_with_a_warning(
+    family: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    step = transform(family=family, subtasks=False, max_text_len=0)
+    found = step(sample(prompt="p" * 80))
+    assert "1 of 1 prompts are longer than the model's 48 tokens" in caplog.text
+    assert found["token_ar_mask"].argmax() == MAX_PROMPT
 
 
 def test_it_pickles() -> None:

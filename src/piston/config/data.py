@@ -23,7 +23,7 @@ from piston.models.configs import ModelConfig, Pi0Config
 from piston.serialization import register
 from piston.suggestions import did_you_mean
 from piston.tokenizers.fast import FASTPrompt, FASTTokenizer
-from piston.tokenizers.text import BytesTokenizer, PaligemmaTokenizer, TextTokenizer
+from piston.tokenizers.text import BytesTokenizer, PaligemmaTokenizer
 from piston.transforms import Group, Transform, for_inference
 from piston.transforms.actions import PadStatesAndActions
 from piston.transforms.images import FillCameras, ResizeImages
@@ -365,23 +365,20 @@ class ModelTransformFactory:
                 "--data.subtasks asks for a policy that writes its subtask, which needs a model "
                 "with text among its --model.targets."
             )
-        if model_config.denoises:
-            response = None
-            if isinstance(model_config, Pi0Config) and model_config.targets:
-                response = self._response(model_config, text)
-            # The state is written into the prompt before it is padded.
-            tokenize = TokenizePrompt(text, max_len, model_config.state_in_prompt, response)
-            return Group((*prepare, tokenize, PadStatesAndActions(model_config.action_dim)))
-        assert model_config.action_tokenizer is not None
-        fast = FASTTokenizer(model_config.action_tokenizer)
-        prompt = FASTPrompt(text, fast, model_config.vocab_size, max_len)
-        chunk = (model_config.action_horizon, model_config.action_dim)
-        return Group((*prepare, TokenizeFASTInputs(prompt)), (ExtractFASTActions(prompt, *chunk),))
-
-    def _response(self, model: Pi0Config, text: TextTokenizer) -> ResponseTokens:
+        flow = model_config if isinstance(model_config, Pi0Config) else None
         fast = None
-        if model.action_tokenizer is not None:
-            codes = FASTTokenizer(model.action_tokenizer)
-            fast = FASTPrompt(text, codes, model.vocab_size, model.max_fast_len)
-        max_text_len = model.max_text_len if "text" in model.targets else 0
-        return ResponseTokens(max_text_len, self.subtasks, fast)
+        if model_config.action_tokenizer is not None:
+            codes = FASTTokenizer(model_config.action_tokenizer)
+            max_fast_len = max_len if flow is None else flow.max_fast_len
+            fast = FASTPrompt(text, codes, model_config.vocab_size, max_fast_len)
+        if not model_config.denoises:
+            assert fast is not None
+            chunk = (model_config.action_horizon, model_config.action_dim)
+            return Group((*prepare, TokenizeFASTInputs(fast)), (ExtractFASTActions(fast, *chunk),))
+        response = None
+        if flow is not None and flow.targets:
+            max_text_len = flow.max_text_len if "text" in flow.targets else 0
+            response = ResponseTokens(max_text_len, self.subtasks, fast)
+        # The state is written into the prompt before it is padded.
+        tokenize = TokenizePrompt(text, max_len, model_config.state_in_prompt, response)
+        return Group((*prepare, tokenize, PadStatesAndActions(model_config.action_dim)))

@@ -31,6 +31,7 @@ from piston.data.record.encoding import VideoEncoding
 from piston.extras import needed_for
 from piston.files import atomic_folder, check_new_folder
 from piston.progress import Progress, no_progress
+from piston.robots.aloha import NAMES
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +46,6 @@ STATES = {
 }
 REQUIRED = ("observation.state", "action")
 CAMERA = "observation.images."
-_ARM = ("waist", "shoulder", "elbow", "forearm_roll", "wrist_angle", "wrist_rotate", "gripper")
-# Both arms, left first, as ALOHA's recorder concatenates them.
-JOINTS = [f"{side}_{joint}" for side in ("left", "right") for joint in _ARM]
 
 
 def convert_aloha_hdf5(
@@ -145,7 +143,7 @@ def _hdf5_features(file: Any, images: str) -> Entries:
     for key, name in STATES.items():
         if name in file:
             size = file[name].shape[1]
-            names = JOINTS if size == len(JOINTS) else [f"motor_{i}" for i in range(size)]
+            names = list(NAMES) if size == len(NAMES) else [f"motor_{i}" for i in range(size)]
             features[key] = {"dtype": "float32", "shape": (size,), "names": names}
         elif key in REQUIRED:
             raise ValueError(f"{file.filename} is not an ALOHA episode: it has no /{name}")

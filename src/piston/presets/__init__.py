@@ -14,15 +14,13 @@ from typing import Any
 import tyro
 
 from piston.config import TrainConfig
-from piston.presets import aloha, droid, robot, simple, small
+from piston.presets import aloha, droid, simple, small
 from piston.robots.description import DescribedRobotDataConfig
 from piston.serialization import from_json, import_file
 from piston.suggestions import did_you_mean
 
 _BY_NAME: dict[str, TrainConfig] = {
-    preset.name: preset
-    for family in (aloha, droid, simple, robot, small)
-    for preset in family.PRESETS
+    preset.name: preset for family in (aloha, droid, simple, small) for preset in family.PRESETS
 }
 
 

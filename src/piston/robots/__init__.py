@@ -40,11 +40,6 @@ Dims = int | tuple[str, ...]
 Span = tuple[float, float]
 
 
-def dim_of(*parts: Dims) -> int:
-    """Return how many numbers some keys have together."""
-    return sum(part if isinstance(part, int) else len(part) for part in parts)
-
-
 def names_of(parts: Iterable[Dims]) -> list[str]:
     """Return the name of each number; those without are called by their position: dim_3."""
     names: list[str] = []
@@ -107,7 +102,7 @@ class RobotInputs:
     def _check_dimensions(self) -> None:
         """Raise ValueError if dimensions are missing, not unique, or named but not known."""
         for kind, keys in (("state", self.state), ("actions", self.actions)):
-            if not keys or not all(dim_of(part) > 0 for part in keys.values()):
+            if not keys or not all(names_of([part]) for part in keys.values()):
                 raise ValueError(f"{self.name}: '{kind}' needs a key, and each key a dimension.")
             counts = Counter(names_of(keys.values()))
             if twice := [name for name, count in counts.items() if count > 1]:
@@ -116,25 +111,23 @@ class RobotInputs:
                 )
         state, actions = self.state_names, self.action_names
         for name in self.relative:
-            if name not in actions:
-                self._refuse("relative", name, "action", actions)
-            if name not in state:
-                self._refuse("relative", name, "state", state)
+            self._require_name("relative", name, "action", actions)
+            self._require_name("relative", name, "state", state)
         for name, (opened, closed) in self.grippers.items():
-            if name not in {*state, *actions}:
-                known_names = list(dict.fromkeys([*state, *actions]))
-                self._refuse("grippers", name, "state or action", known_names)
+            self._require_name("grippers", name, "state or action", [*state, *actions])
             if opened == closed or not math.isfinite(opened - closed):
                 raise ValueError(
                     f"{self.name}: gripper {name!r} is open at {opened} and closed at {closed}; "
                     "expected two different numbers, in the robot's units."
                 )
 
-    def _refuse(self, field: str, name: str, kind: str, known: Sequence[str]) -> None:
-        raise ValueError(
-            f"{self.name}: '{field}' names {name!r}, but there is no such {kind} dimension."
-            f"{did_you_mean(name, known)} Found {', '.join(known)}."
-        )
+    def _require_name(self, field: str, name: str, kind: str, known: Iterable[str]) -> None:
+        known = dict.fromkeys(known)
+        if name not in known:
+            raise ValueError(
+                f"{self.name}: '{field}' names {name!r}, but there is no such {kind} dimension."
+                f"{did_you_mean(name, known)} Found {', '.join(known)}."
+            )
 
     @property
     def state_names(self) -> list[str]:
@@ -146,7 +139,7 @@ class RobotInputs:
 
     @property
     def action_dim(self) -> int:
-        return dim_of(*self.actions.values())
+        return len(self.action_names)
 
     def __call__(self, data: Data) -> Data:
         images = self._images(data)  # first: cameras tell best which robot sent the observation
@@ -240,7 +233,7 @@ class RobotInputs:
     def _joined(self, data: Data, keys: Mapping[str, Dims], axes: int = 1) -> np.ndarray:
         parts: list[np.ndarray] = []
         for key, named in keys.items():
-            value, dim = np.asarray(require(data, key, self.name)), dim_of(named)
+            value, dim = np.asarray(require(data, key, self.name)), len(names_of([named]))
             if dim == 1 and parts and value.shape == parts[0].shape[:-1]:
                 value = value[..., np.newaxis]  # a number instead of a vector of one
             parts.append(require_numbers({key: value}, key, self.name, dim, axes))
@@ -307,9 +300,10 @@ def _with_spans(
 
 def _numbers(*parts: Dims) -> dict[str, Any]:
     """Describe a vector to clients, with the names of its dimensions where all have one."""
-    about = {"dtype": "float32", "shape": [dim_of(*parts)]}
+    names = names_of(parts)
+    about = {"dtype": "float32", "shape": [len(names)]}
     named = not any(isinstance(part, int) for part in parts)
-    return {**about, "names": names_of(parts)} if named else about
+    return {**about, "names": names} if named else about
 
 
 @dataclasses.dataclass(frozen=True)
@@ -319,16 +313,12 @@ class RobotDataConfig(DataConfigFactory):
     inputs: ClassVar[RobotInputs]
 
     @property
-    def table(self) -> RobotInputs:
-        return self.inputs
-
-    @property
     def robot(self) -> str:
-        return self.table.name
+        return self.inputs.name
 
     def robot_inputs(self, model_config: ModelConfig) -> RobotInputs:  # noqa: ARG002
         """Return the table for this model and these options; by default always the same."""
-        return self.table
+        return self.inputs
 
     def conversions(self) -> Group:
         """Return transforms between the table's state and actions and the model's.
@@ -337,8 +327,13 @@ class RobotDataConfig(DataConfigFactory):
         """
         return Group()
 
+    def transforms(self, table: RobotInputs) -> Group:
+        """Return the transforms between the robot's keys and the model's, with absolute actions."""
+        own = self.conversions()
+        return Group([table], [table.outputs]).push(own.inputs, own.outputs)
+
     def create(self, assets_dirs: Path, model_config: ModelConfig) -> DataConfig:
-        table, own = self.robot_inputs(model_config), self.conversions()
+        table = self.robot_inputs(model_config)
         for name, slot in table.cameras.items():
             if slot not in model_config.cameras and name not in table.optional:
                 raise ValueError(
@@ -346,7 +341,7 @@ class RobotDataConfig(DataConfigFactory):
                     f"this model.{did_you_mean(slot, model_config.cameras)} It has "
                     f"{', '.join(model_config.cameras)}."
                 )
-        transforms = Group([table], [table.outputs]).push(own.inputs, own.outputs)
+        transforms = self.transforms(table)
         if (delta := table.delta_actions()) is not None:
             transforms = transforms.push([DeltaActions(*delta)], [AbsoluteActions(*delta)])
         prompt = table.prompt if self.default_prompt is None else self.default_prompt

@@ -10,6 +10,7 @@ instead of the fingers' distance. `adapt_to_pi` converts between them. No other 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,15 +19,13 @@ import numpy as np
 import tyro
 from jaxtyping import Float
 
-from piston.config import DataConfig, DataConfigFactory
+from piston.config import DataConfig
 from piston.logs import warn_once
 from piston.models.configs import ModelConfig
-from piston.robots import RobotInputs, fraction, spread
+from piston.robots import RobotDataConfig, RobotInputs, fraction, spread
 from piston.serialization import register
 from piston.transforms import Data, Group, RepackTransform
 from piston.transforms.actions import (
-    AbsoluteActions,
-    DeltaActions,
     InterpolateActions,
     PerturbState,
     SubsampleActions,
@@ -49,9 +48,10 @@ CAMERAS: Mapping[str, str] = {
 UNUSED_CAMERA = "cam_low"
 
 _ARM = ("waist", "shoulder", "elbow", "forearm_roll", "wrist_angle", "wrist_rotate", "gripper")
-_NAMES = tuple(f"{side}_{joint}" for side in ("left", "right") for joint in _ARM)
-_ALOHA = RobotInputs(
-    "ALOHA", CAMERAS, {"state": _NAMES}, {"actions": _NAMES}, "images", unused=(UNUSED_CAMERA,)
+# Both arms, left first, as ALOHA's recorder concatenates them.
+NAMES = tuple(f"{side}_{joint}" for side in ("left", "right") for joint in _ARM)
+ALOHA = RobotInputs(
+    "ALOHA", CAMERAS, {"state": NAMES}, {"actions": NAMES}, "images", unused=(UNUSED_CAMERA,)
 )
 _JOINT_SIGNS = np.array([1, -1, -1, 1, 1, 1, 1] * 2)
 
@@ -80,7 +80,7 @@ class AlohaInputs:
     cameras: Mapping[str, str] = dataclasses.field(default_factory=lambda: dict(CAMERAS))
 
     def __call__(self, data: Data) -> Data:
-        seen = aloha_table(self.cameras)(data)
+        seen = _with_cameras(self.cameras)(data)
         if UNUSED_CAMERA in data["images"] and UNUSED_CAMERA not in self.cameras:
             message = "ALOHA's camera %r has no slot in the model; it is not used."
             warn_once(logger, "unused camera", message, UNUSED_CAMERA)
@@ -99,13 +99,13 @@ class AlohaOutputs:
     adapt_to_pi: bool = True
 
     def __call__(self, data: Data) -> Data:
-        actions = _ALOHA.outputs(data)["actions"]
+        actions = ALOHA.outputs(data)["actions"]
         return {"actions": _actions_to_robot(actions) if self.adapt_to_pi else actions}
 
 
-def aloha_table(cameras: Mapping[str, str]) -> RobotInputs:
+def _with_cameras(cameras: Mapping[str, str]) -> RobotInputs:
     optional = tuple(name for name in cameras if name != "cam_high")
-    return dataclasses.replace(_ALOHA, cameras=cameras, optional=optional)
+    return dataclasses.replace(ALOHA, cameras=cameras, optional=optional)
 
 
 def make_aloha_example() -> Data:
@@ -152,10 +152,10 @@ def repack_aloha(**cameras: str) -> Group:
 
 @register("aloha")
 @dataclasses.dataclass(frozen=True)
-class LeRobotAlohaDataConfig(DataConfigFactory):
+class LeRobotAlohaDataConfig(RobotDataConfig):
     """ALOHA data sets in LeRobot format."""
 
-    robot = "ALOHA"
+    inputs = ALOHA
 
     # Train on joint positions relative to the state at the start of the chunk; grippers absolute.
     use_delta_joint_actions: bool = True
@@ -173,22 +173,22 @@ class LeRobotAlohaDataConfig(DataConfigFactory):
     # Control steps between the model's actions; the robot gets those between by interpolation.
     action_stride: int = 1
 
-    def create(self, assets_dirs: Path, model_config: ModelConfig) -> DataConfig:
-        table = aloha_table(self.cameras)
-        inputs = AlohaInputs(adapt_to_pi=self.adapt_to_pi, cameras=self.cameras)
-        stride, transforms = self.action_stride, Group()
+    def robot_inputs(self, model_config: ModelConfig) -> RobotInputs:  # noqa: ARG002
+        relative = tuple(itertools.compress(NAMES, JOINTS)) if self.use_delta_joint_actions else ()
+        return dataclasses.replace(_with_cameras(self.cameras), relative=relative)
+
+    def transforms(self, table: RobotInputs) -> Group:  # noqa: ARG002
+        stride, group = self.action_stride, Group()
         if stride != 1:
-            transforms = Group([SubsampleActions(stride)], [InterpolateActions(stride)])
-        transforms = transforms.push([inputs], [AlohaOutputs(adapt_to_pi=self.adapt_to_pi)])
-        if self.state_noise:
-            transforms = transforms.push([PerturbState(self.state_noise, JOINTS)])
-        if self.use_delta_joint_actions:
-            transforms = transforms.push([DeltaActions(JOINTS)], [AbsoluteActions(JOINTS)])
+            group = Group([SubsampleActions(stride)], [InterpolateActions(stride)])
+        inputs = AlohaInputs(self.adapt_to_pi, self.cameras)
+        group = group.push([inputs], [AlohaOutputs(self.adapt_to_pi)])
+        return group.push([PerturbState(self.state_noise, JOINTS)]) if self.state_noise else group
+
+    def create(self, assets_dirs: Path, model_config: ModelConfig) -> DataConfig:
         return dataclasses.replace(
-            self.create_base_config(assets_dirs, model_config),
+            super().create(assets_dirs, model_config),
             repack_transforms=self.repack_transforms,
-            data_transforms=transforms,
             action_sequence_keys=self.action_sequence_keys,
             action_stride=self.action_stride,
-            robot_metadata=table.metadata(model_config, self.default_prompt is not None),
         )

@@ -16,8 +16,9 @@ from typing import Any
 import tyro
 
 from piston.config import DataConfigFactory, TrainConfig
-from piston.robots import Dims, RobotDataConfig, RobotInputs, Span
-from piston.serialization import register
+from piston.models.configs import ModelConfig
+from piston.robots import Dims, RobotDataConfig, RobotInputs
+from piston.serialization import from_json, register
 from piston.suggestions import did_you_mean
 
 # What a file may contain: each key with what it is, for messages.
@@ -33,6 +34,9 @@ FIELDS = {
 }
 _OPTIONAL = ("rate", "prompt", "relative", "grippers")
 _ENDS = {"open", "closed"}
+_TYPES: dict[str, Any] = {"name": str, "rate": float, "prompt": str, "relative": tuple[str, ...]}
+# What the entries of tables are.
+_ENTRY_TYPES = {"cameras": str, "state": Dims, "actions": Dims, "grippers": dict[str, float]}
 
 
 @register("robot")
@@ -51,6 +55,9 @@ class DescribedRobotDataConfig(RobotDataConfig):
                 "init-robot SET` writes such a file from a data set."
             )
         return self.description
+
+    def robot_inputs(self, model_config: ModelConfig) -> RobotInputs:  # noqa: ARG002
+        return self.table
 
     @property
     def robot(self) -> str:
@@ -101,25 +108,19 @@ def _robot(content: Mapping[str, Any]) -> RobotInputs:
     for key in FIELDS.keys() - set(_OPTIONAL):
         if key not in content:
             raise ValueError(f"{key!r} is missing: {FIELDS[key]}.")
-    tables = {
-        key: dict(_flat(_checked(content.get(key, {}), dict, key)))
-        for key in ("cameras", "state", "actions", "grippers")
-    }
-    relative = _checked(content.get("relative", []), list, "relative")
-    rate = content.get("rate")
-    return RobotInputs(
-        name=_checked(content["name"], str, "name"),
-        cameras={
-            k: _checked(v, str, f"cameras.{k}", "cameras") for k, v in tables["cameras"].items()
-        },
-        state={key: _dims(value, "state", key) for key, value in tables["state"].items()},
-        actions={key: _dims(value, "actions", key) for key, value in tables["actions"].items()},
-        columns={},
-        relative=tuple(_checked(name, str, "relative") for name in relative),
-        grippers={name: _span(value, name) for name, value in tables["grippers"].items()},
-        rate=None if rate is None else float(_checked(rate, (int, float), "rate")),
-        prompt=_checked(content["prompt"], str, "prompt") if "prompt" in content else None,
-    )
+    fields = {key: _checked(content[key], _TYPES[key], key) for key in _TYPES if key in content}
+    for key, kind in _ENTRY_TYPES.items():
+        table = content.get(key, {})
+        if not isinstance(table, dict):
+            raise _misfit(table, key)
+        fields[key] = {name: _checked(entry, kind, key, name) for name, entry in _flat(table)}
+    for name, ends in fields["grippers"].items():
+        if ends.keys() != _ENDS:
+            raise _misfit(ends, "grippers", name)
+        fields["grippers"][name] = (float(ends["open"]), float(ends["closed"]))
+    if "rate" in fields:
+        fields["rate"] = float(fields["rate"])
+    return RobotInputs(columns={}, **fields)
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -131,25 +132,13 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{key}", value
 
 
-def _checked(value: Any, kind: Any, where: str, field: str | None = None) -> Any:
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise ValueError(f"{where!r} is {value!r}; expected {FIELDS[field or where]}.")
-    return value
+def _checked(value: Any, kind: Any, field: str, entry: str | None = None) -> Any:
+    try:
+        return from_json(value, kind)
+    except ValueError:
+        raise _misfit(value, field, entry) from None
 
 
-def _dims(value: Any, field: str, key: str) -> Dims:
-    where = f"{field}.{key}"
-    if isinstance(value, list):
-        return tuple(_checked(name, str, where, field) for name in value)
-    dim: int = _checked(value, int, where, field)
-    return dim
-
-
-def _span(value: Any, name: str) -> Span:
-    where = f"grippers.{name}"
-    if not isinstance(value, dict) or value.keys() != _ENDS:
-        raise ValueError(f"{where!r} is {value!r}; expected {FIELDS['grippers']}.")
-    opened, closed = (
-        _checked(value[end], (int, float), where, "grippers") for end in ("open", "closed")
-    )
-    return float(opened), float(closed)
+def _misfit(value: Any, field: str, entry: str | None = None) -> ValueError:
+    place = field if entry is None else f"{field}.{entry}"
+    return ValueError(f"{place!r} is {value!r}; expected {FIELDS[field]}.")

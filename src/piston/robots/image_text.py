@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -60,13 +59,8 @@ class ImageTextDataConfig(DataConfigFactory):
                 f"model.{did_you_mean(self.slot, model_config.cameras)} It has "
                 f"{', '.join(model_config.cameras)}."
             )
-        unused: dict[str, Any] = {
-            "default_prompt": self.default_prompt,
-            "subtasks": self.subtasks,
-            "prompt_from_task": self.prompt_from_task,
-            "norm_floor": self.norm_floor,
-        }
-        if given := [name for name, value in unused.items() if value]:
+        unused = ("default_prompt", "subtasks", "prompt_from_task", "norm_floor")
+        if given := [name for name in unused if getattr(self, name)]:
             raise ValueError(f"{', '.join(given)} would do nothing for pictures with questions.")
         return dataclasses.replace(
             self.create_base_config(assets_dirs, model_config),

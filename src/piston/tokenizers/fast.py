@@ -201,7 +201,7 @@ class FASTTokenizer:
 
 @dataclasses.dataclass(frozen=True)
 class FASTPrompt:
-    """What π0-FAST reads and writes: `<bos>`prefix, then `Action: ` codes `|<eos>`.
+    """A chunk as tokens of a model: `Action: ` codes `|<eos>`.
 
     Code c is id `vocab_size − 1 − 128 − c` of the model. In PaliGemma's vocabulary these ids are
     `<loc>` pieces and rare characters. With a smaller text tokenizer no text may use them:
@@ -212,18 +212,11 @@ class FASTPrompt:
     fast: FASTTokenizer
     # The model's.
     vocab_size: int
-    # Tokens of prefix and actions together; the rest is cut.
+    # Tokens of a chunk, for π0-FAST together with those of the prompt; the rest is cut.
     max_len: int
 
-    def encode(
-        self, prefix: str, chunk: Float[np.ndarray, "h d"] | None = None
-    ) -> tuple[list[int], list[int]]:
-        """Return the ids of the prefix, and the ids of the chunk that the model must write."""
-        prefix_ids = self.text.encode(prefix, bos=True)
-        return prefix_ids, [] if chunk is None else self.written(chunk)
-
-    def written(self, chunk: Float[np.ndarray, "h d"], opening: str = OPENING) -> list[int]:
-        """Return the ids of a chunk that a model must write."""
+    def encode(self, chunk: Float[np.ndarray, "h d"], opening: str = OPENING) -> list[int]:
+        """Return the tokens of a chunk, with what begins and ends it."""
         codes = [self._first_id - code for code in self.fast.encode(chunk)]
         return [*self.text.encode(opening), *codes, *self.text.encode("|"), self.text.eos_id]
 

@@ -18,8 +18,9 @@ from piston.suggestions import did_you_mean
 
 Data = dict[str, Any]
 
+TEXTS = ("prompt", "subtask", "question", "answer")
 # Keys of a sample rather than of a robot: they are kept whatever keys a robot has.
-ALWAYS_KEPT = ("prompt", "subtask", "question", "answer", "action_is_pad")
+ALWAYS_KEPT = (*TEXTS, "action_is_pad")
 
 
 @runtime_checkable

@@ -10,24 +10,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import logging
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float, Int, Int32
+from jaxtyping import Float, Int
 
 from piston.logs import warn_once
 from piston.tokenizers.fast import OPENING, FASTPrompt
 from piston.tokenizers.text import TextTokenizer
-from piston.transforms import Data, missing_key, require, require_numbers
+from piston.transforms import TEXTS, Data, missing_key, require, require_numbers
 
 logger = logging.getLogger(__name__)
 
 # The left edges of the 256 bins of a state's numbers.
 _STATE_BINS = np.linspace(-1, 1, 256 + 1)[:-1]
 
+# What may be too long, and what to do about it.
 _CUT_PROMPT = ("prompts", "Raise model.max_token_len, or shorten the prompt.")
+_CUT_CODES = ("chunks of FAST tokens", "Raise model.max_fast_len.")
 
 
 def _clean(prompt: str) -> str:
@@ -94,6 +98,10 @@ class ResponseTokens:
     def for_inference(self) -> ResponseTokens:
         return dataclasses.replace(self, fast=None, training=False)
 
+    @property
+    def max_len(self) -> int:
+        return self.max_text_len + (0 if self.fast is None else self.fast.max_len)
+
     def text(self, tokenizer: TextTokenizer, text: str, kind: str) -> list[int]:
         """Return the tokens of a subtask or an answer. Raise ValueError if they are too many."""
         ids = tokenizer.encode(_clean(text))
@@ -104,33 +112,20 @@ class ResponseTokens:
             )
         return ids
 
-    def __call__(
+    def hidden(
         self,
-        prompts: Sequence[Sequence[int]],
+        data: Data,
+        batch: tuple[int, ...],
         texts: Sequence[Sequence[int] | None],
-        actions: Sequence[Sequence[int]],
-        max_prompt_len: int,
-    ) -> dict[str, np.ndarray]:
-        """Return the tokens of all rows behind their prompts, and their masks."""
-        max_len, rows, hidden = max_prompt_len + self.max_text_len, [], []
-        for prompt, text, codes in zip(prompts, texts, actions, strict=True):
-            end = [TextTokenizer.eos_id] if text is not None and self.training else []
-            rows.append([*prompt, *(text or ()), *end, *codes])
-            hidden.append(len(rows[-1]) - len(end) - len(codes))
-        if self.fast is not None:
-            max_len += self.fast.max_len
-        tokens, mask = _pad(rows, max_len)
-        place = np.arange(max_len)
-        written = mask & (place >= np.array([len(prompt) for prompt in prompts])[:, None])
-        found = {
-            "tokenized_prompt": tokens,
-            "tokenized_prompt_mask": mask,
-            "token_ar_mask": written.astype(np.int32),
-        }
-        if not self.training:
-            return found
-        is_hidden = mask & (place >= np.array(hidden)[:, None])
-        return {**found, "token_loss_mask": written, "token_hidden_mask": is_hidden}
+        openings: Sequence[str],
+    ) -> list[list[int]]:
+        """Return the tokens after each text: its end, and the actions if the model learns them."""
+        ends = [[] if text is None else [TextTokenizer.eos_id] for text in texts]
+        if self.fast is None or "actions" not in data:
+            return ends
+        codes = _codes(data, batch, self.fast, openings, "TokenizePrompt")
+        codes = _cut(codes, self.fast.max_len, *_CUT_CODES)
+        return [[*end, *ids] for end, ids in zip(ends, codes)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,76 +146,64 @@ class TokenizePrompt:
     response: ResponseTokens | None = None
 
     def for_inference(self) -> TokenizePrompt:
-        response = self.response
-        return (
-            self
-            if response is None
-            else dataclasses.replace(self, response=response.for_inference())
-        )
+        if self.response is None:
+            return self
+        return dataclasses.replace(self, response=self.response.for_inference())
 
     def __call__(self, data: Data) -> Data:
-        name, is_question = type(self).__name__, data.get("question") is not None
-        if self.discrete_state_input and not is_question:
-            require(data, "state", name)
-        batch = np.shape(data["state"])[:-1] if "state" in data else None
-        prompts = _texts(data, "question" if is_question else "prompt", batch, name)
-        bins: Sequence[np.ndarray | None] = [None] * prompts.size
-        if self.discrete_state_input and not is_question:
-            bins = _merged(discretize_state(np.asarray(data["state"])), 1)  # type: ignore[assignment]
-        if self.response is None:
-            tokens, mask = _pad(self._prompts(prompts, bins, [""] * prompts.size), self.max_len)
-            found = {"tokenized_prompt": tokens, "tokenized_prompt_mask": mask}
-            return _with_tokens(data, prompts.shape, **found)
-        texts = self._given(data, prompts.shape, is_question)
-        writes = is_question or self.response.subtasks
+        is_question = data.get("question") is not None
+        with_state = self.discrete_state_input and not is_question
+        key, cue = ("question", "Answer: ") if is_question else ("prompt", "Subtask: ")
+        prompts, states = _prompts_and_states(data, key, with_state, "TokenizePrompt")
+        batch, response = prompts.shape, self.response
+        if response is None:
+            rows = self._rows(prompts, states, [""] * prompts.size)
+            return _with_tokens(data, batch, self.max_len, rows)
+        texts = self._given(response, data, batch, is_question)
+        writes = is_question or response.subtasks
         # In training a frame without a label has nothing to write.
-        asked = [writes and (not self.response.training or one is not None) for one in texts]
-        cue = "Answer: " if is_question else "Subtask: "
-        rows = self._prompts(prompts, bins, [cue if one else "" for one in asked])
-        rows = [row[: self.max_len] for row in rows]
-        # The prompt of π0.5 ends with the opening of the actions, unless a subtask follows it.
-        opened = [state is not None and not one for state, one in zip(bins, asked)]
-        found = self.response(rows, texts, self._codes(data, opened), self.max_len)
-        if not self.response.training:
-            found["writes_text"] = np.array([writes and text is None for text in texts])
-        return _with_tokens(data, prompts.shape, **found)
+        cues = [cue if writes and (t is not None or not response.training) else "" for t in texts]
+        rows = self._rows(prompts, states, cues)
+        shown = [text or [] for text in texts]
+        max_len = self.max_len + response.max_len
+        if response.training:
+            # The prompt of π0.5 ends with the opening, unless a text follows it.
+            openings = [OPENING if s is None or cue else "" for s, cue in zip(states, cues)]
+            hidden = response.hidden(data, batch, texts, openings)
+            return _with_tokens(data, batch, max_len, rows, shown, hidden)
+        found = _with_tokens(data, batch, max_len, rows, shown)
+        del found["token_loss_mask"]
+        asked = np.array([writes and text is None for text in texts])
+        return {**found, "writes_text": asked.reshape(batch)}
 
-    def _prompts(
-        self, prompts: np.ndarray, bins: Sequence[np.ndarray | None], cues: Sequence[str]
+    def _rows(
+        self, prompts: np.ndarray, states: Sequence[np.ndarray | None], cues: Sequence[str]
     ) -> list[list[int]]:
-        """Return the tokens of each prompt; a cue behind it tells the model to write."""
+        """Return the tokens of each prompt; a cue at its end tells the model to write."""
         # A whole episode usually has one prompt.
         encode = functools.cache(self._prompt)
-        return [
+        rows = [
             encode(prompt, cue) if state is None else self._prompt(prompt, cue, state)
-            for prompt, state, cue in zip(prompts.flat, bins, cues, strict=True)
+            for prompt, state, cue in zip(prompts.flat, states, cues, strict=True)
         ]
+        ends = [self.tokenizer.encode(cue) if cue else [] for cue in cues]
+        return _cut(rows, self.max_len, *_CUT_PROMPT, ends)
 
     def _prompt(
-        self, prompt: str, cue: str, bins: Int[np.ndarray, " s"] | None = None
+        self, prompt: str, cue: str, state: Int[np.ndarray, " s"] | None = None
     ) -> list[int]:
-        encode = self.tokenizer.encode
+        encode, words = self.tokenizer.encode, _clean(prompt)
         if cue == "Answer: ":
-            ids = encode(f"Question: {_clean(prompt)}\n", bos=True)
-        elif bins is None:
-            ids = [*encode(_clean(prompt), bos=True), *encode("\n")]
-        else:
-            opening = "" if cue else OPENING
-            ids = encode(_task_and_state(_clean(prompt), bins) + opening, bos=True)
-        if not cue:
-            return ids
-        # What tells the model to write must not be cut off with the end of a long prompt.
-        cue_ids = encode(cue)
-        _warn_if_cut([[*ids, *cue_ids]], self.max_len, *_CUT_PROMPT)
-        return [*ids[: max(0, self.max_len - len(cue_ids))], *cue_ids]
+            return encode(f"Question: {words}\n", bos=True)
+        if state is None:
+            return [*encode(words, bos=True), *encode("\n")]
+        return encode(_task_and_state(words, state) + ("" if cue else OPENING), bos=True)
 
     def _given(
-        self, data: Data, batch: tuple[int, ...], is_question: bool
+        self, response: ResponseTokens, data: Data, batch: tuple[int, ...], is_question: bool
     ) -> list[list[int] | None]:
         """Return the tokens of the text that each sample has; None for one without."""
-        kind, response = "answer" if is_question else "subtask", self.response
-        assert response is not None
-        name = type(self).__name__
+        kind, name = "answer" if is_question else "subtask", "TokenizePrompt"
         if is_question and not response.max_text_len:
             raise ValueError(f"{name}: the model answers no questions: model.targets lacks text.")
         if data.get(kind) is None:
@@ -230,17 +213,6 @@ class TokenizePrompt:
             raise ValueError(f"{name}: a subtask is given to a policy that has none. Leave it out.")
         encode = functools.cache(lambda text: response.text(self.tokenizer, text, kind))
         return [encode(text) if text.strip() else None for text in given.flat]
-
-    def _codes(self, data: Data, opened: Sequence[bool]) -> list[list[int]]:
-        """Return the FAST tokens of each sample's actions, if the model learns them."""
-        fast = None if self.response is None else self.response.fast
-        if fast is None or "actions" not in data:
-            return [[] for _ in opened]
-        chunks = _merged(np.asarray(data["actions"]), 2)
-        codes = [fast.written(c, "" if one else OPENING) for c, one in zip(chunks, opened)]
-        advice = "Raise model.max_fast_len."
-        _warn_if_cut(codes, fast.max_len, "chunks of FAST tokens", advice)
-        return [row[: fast.max_len] for row in codes]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,36 +233,15 @@ class TokenizeFASTInputs:
         return dataclasses.replace(self, write_actions=False)
 
     def __call__(self, data: Data) -> Data:
-        name, max_len = "TokenizeFASTInputs", self.prompt.max_len
-        state = np.asarray(require(data, "state", name))
-        batch = state.shape[:-1]
-        prompts = _texts(data, "prompt", batch, name)
-        chunks: Iterable[np.ndarray | None] = [None] * prompts.size
-        if self.write_actions:
-            actions = np.asarray(require(data, "actions", name))
-            if actions.shape[:-2] != batch:
-                raise ValueError(
-                    f"{name}: 'actions' has shape {actions.shape}; expected the state's leading "
-                    f"axes {batch}, then horizon and action dim."
-                )
-            chunks = _merged(actions, 2)
-        # Lower case; line breaks inside the sentence stay, as for the released weights.
+        fast, name = self.prompt, "TokenizeFASTInputs"
+        prompts, states = _prompts_and_states(data, "prompt", True, name)
+        # Lower case; line breaks inside the prompt stay, as for the released weights.
         words = [prompt.lower().strip().replace("_", " ") for prompt in prompts.flat]
-        parts = [
-            self.prompt.encode(_task_and_state(text, bins), chunk)
-            for text, bins, chunk in zip(words, _merged(discretize_state(state), 1), chunks)
-        ]
-        tokens, mask = _pad([[*prefix, *actions] for prefix, actions in parts], max_len)
-        starts = np.array([len(prefix) for prefix, _ in parts], dtype=np.int64)
-        written = mask & (np.arange(max_len) >= starts[:, None])
-        return _with_tokens(
-            data,
-            batch,
-            tokenized_prompt=tokens,
-            tokenized_prompt_mask=mask,
-            token_ar_mask=written.astype(np.int32),
-            token_loss_mask=written,
-        )
+        rows = [fast.text.encode(_task_and_state(*pair), bos=True) for pair in zip(words, states)]
+        codes: list[list[int]] = [[] for _ in rows]
+        if self.write_actions:
+            codes = _codes(data, prompts.shape, fast, [OPENING] * prompts.size, name)
+        return _with_tokens(data, prompts.shape, fast.max_len, rows, codes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,6 +259,32 @@ class ExtractFASTActions:
         for index in np.ndindex(tokens.shape[:-1]):
             actions[index] = self.prompt.decode(tokens[index], *shape)
         return {**data, "actions": actions}
+
+
+def _prompts_and_states(
+    data: Data, key: str, with_state: bool, context: str
+) -> tuple[np.ndarray, list[Any]]:
+    """Return one prompt per sample, and the bins of its state; None for a prompt without state."""
+    if with_state:
+        require(data, "state", context)
+    batch = np.shape(data["state"])[:-1] if "state" in data else None
+    prompts = _texts(data, key, batch, context)
+    if not with_state:
+        return prompts, [None] * prompts.size
+    return prompts, list(_merged(discretize_state(np.asarray(data["state"])), 1))
+
+
+def _codes(
+    data: Data, batch: tuple[int, ...], fast: FASTPrompt, openings: Sequence[str], context: str
+) -> list[list[int]]:
+    """Return the tokens of each sample's actions."""
+    actions = np.asarray(require(data, "actions", context))
+    if actions.shape[:-2] != batch:
+        raise ValueError(
+            f"{context}: 'actions' has shape {actions.shape}; expected the state's leading axes "
+            f"{batch}, then horizon and action dim."
+        )
+    return [fast.encode(chunk, opening) for chunk, opening in zip(_merged(actions, 2), openings)]
 
 
 def _texts(data: Data, key: str, batch: tuple[int, ...] | None, context: str) -> np.ndarray:
@@ -336,11 +313,27 @@ def _texts(data: Data, key: str, batch: tuple[int, ...] | None, context: str) ->
         ) from None
 
 
-def _with_tokens(data: Data, batch: tuple[int, ...], **rows: np.ndarray) -> Data:
-    """Replace the texts by arrays that have one row per sample."""
-    texts = ("prompt", "subtask", "question", "answer")
-    rest = {key: value for key, value in data.items() if key not in texts}
-    return rest | {key: row.reshape((*batch, *row.shape[1:])) for key, row in rows.items()}
+def _with_tokens(
+    data: Data, batch: tuple[int, ...], max_len: int, *parts: Sequence[Sequence[int]]
+) -> Data:
+    """Replace the texts by one row of tokens per sample, padded with zeros, and by masks.
+
+    The parts of a row are the prompt, what the model writes after it, and what it writes that the
+    action expert does not attend to.
+    """
+    rows = [list(itertools.chain(*row)) for row in zip(*parts, strict=True)]
+    tokens = np.zeros((len(rows), max_len), np.int32)
+    for index, row in enumerate(_cut(rows, max_len, *_CUT_PROMPT)):
+        tokens[index, : len(row)] = row
+    ends = np.cumsum([[len(ids) for ids in part] for part in parts], axis=0)
+    *after, padding = np.arange(max_len) >= ends[..., np.newaxis]
+    found = {"tokenized_prompt": tokens, "tokenized_prompt_mask": ~padding}
+    for name, written in zip(("token_loss_mask", "token_hidden_mask"), after):
+        found[name] = written & ~padding
+    if after:
+        found["token_ar_mask"] = found["token_loss_mask"].astype(np.int32)
+    rest = {key: value for key, value in data.items() if key not in TEXTS}
+    return rest | {key: values.reshape(*batch, max_len) for key, values in found.items()}
 
 
 def _merged(values: np.ndarray, num_axes: int) -> np.ndarray:
@@ -348,24 +341,23 @@ def _merged(values: np.ndarray, num_axes: int) -> np.ndarray:
     return values.reshape(-1, *values.shape[-num_axes:])
 
 
-def _pad(
-    rows: Sequence[Sequence[int]], max_len: int
-) -> tuple[Int32[np.ndarray, "n l"], Bool[np.ndarray, "n l"]]:
-    """Return tokens padded with zeros or cut to `max_len`, and a mask of those that are real."""
-    _warn_if_cut(rows, max_len, *_CUT_PROMPT)
-    tokens = np.zeros((len(rows), max_len), dtype=np.int32)
-    for index, row in enumerate(rows):
-        tokens[index, : len(row)] = row[:max_len]
-    return tokens, np.arange(max_len) < np.array([len(row) for row in rows])[:, None]
-
-
-def _warn_if_cut(rows: Sequence[Sequence[int]], max_len: int, what: str, advice: str) -> None:
-    longest = max(map(len, rows), default=0)
-    if longest > max_len:
-        warn_once(
-            logger,
-            f"{what} truncated at {max_len}",
-            "%d of %d %s are longer than the model's %d tokens (the longest has %d) and were cut "
-            "at the end. %s",
-            *(sum(len(row) > max_len for row in rows), len(rows), what, max_len, longest, advice),
-        )
+def _cut(
+    rows: Sequence[Sequence[int]],
+    max_len: int,
+    kind: str,
+    advice: str,
+    ends: Iterable[Sequence[int]] = itertools.repeat(()),
+) -> list[list[int]]:
+    """Return rows of at most `max_len` tokens, with a warning if some are cut before their ends."""
+    whole = [[*row, *end] for row, end in zip(rows, ends)]
+    longest = max(map(len, whole), default=0)
+    if longest <= max_len:
+        return whole
+    warn_once(
+        logger,
+        f"{kind} truncated at {max_len}",
+        "%d of %d %s are longer than the model's %d tokens (the longest has %d) and were cut "
+        "at the end. %s",
+        *(sum(len(row) > max_len for row in whole), len(whole), kind, max_len, longest, advice),
+    )
+    return [[*row[: max(0, max_len - len(end))], *end][:max_len] for row, end in zip(rows, ends)]
