@@ -16,12 +16,11 @@ an episode has no persistent rows of subtasks.
 from __future__ import annotations
 
 import bisect
-import collections
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,7 +30,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from jaxtyping import Int32
 
-from piston.data.columns import DataRows
+from piston.data.columns import DataRows, read_each_file
 from piston.data.format import EVENTS, LANGUAGE, PERSISTENT, SUBTASK_INDEX, SUBTASKS, Episode
 from piston.data.metadata import Metadata
 from piston.data.problems import EpisodeError
@@ -48,7 +47,6 @@ _NEEDED = {
     PERSISTENT: ("content", "style", "timestamp"),
     EVENTS: ("role", "content", "style", "camera"),
 }
-_THREADS = 8
 _BATCH_ROWS = 4096  # the list that is repeated in every frame is small on disk, not in memory
 
 
@@ -109,14 +107,9 @@ def read_labels(
     metadata: Metadata, episodes: Iterable[Episode], data: DataRows
 ) -> dict[int, EpisodeLabels]:
     """Read the labels of the episodes whose rows have been read."""
-    by_file: dict[str, list[Episode]] = collections.defaultdict(list)
-    for episode in episodes:
-        if episode.index in data.rows:
-            by_file[episode.data_path].append(episode)
-    labels = {episode.index: EpisodeLabels() for inside in by_file.values() for episode in inside}
-    with ThreadPoolExecutor(_THREADS) as pool:
-        files = by_file.items()
-        list(pool.map(lambda item: _read_file(metadata, data, labels, *item), files))
+    read = [episode for episode in episodes if episode.index in data.rows]
+    labels = {episode.index: EpisodeLabels() for episode in read}
+    read_each_file(functools.partial(_read_file, metadata, data, labels), read)
     if SUBTASK_INDEX in metadata.features and SUBTASK_INDEX in data.stored | data.ignored.keys():
         _take_numbered(metadata, data, labels)
     return labels
