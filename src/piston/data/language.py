@@ -189,22 +189,17 @@ def _parts(
 
 def _take_subtasks(found: EpisodeLabels, rows: Cell, episode: Episode, fps: float) -> None:
     texts: dict[float, str] = {}  # by time
+    wrong = found.wrong["subtasks"]
     for row in rows:
         text, time = row["content"], row["timestamp"]
         if not _is_used(found, PERSISTENT, row["style"]):
             continue
         if not isinstance(time, int | float) or isinstance(time, bool):
-            found.wrong["subtasks"].append(
-                f"the subtask {text!r} has the timestamp {time!r}, not a number"
-            )
+            wrong.append(f"the subtask {text!r} has the timestamp {time!r}, not a number")
         elif not is_text(text):
-            found.wrong["subtasks"].append(
-                f"the text of the subtask at {time:g} s is {text!r}, not a sentence"
-            )
+            wrong.append(f"the text of the subtask at {time:g} s is {text!r}, not a sentence")
         elif texts.setdefault(time, text) != text:
-            found.wrong["subtasks"].append(
-                f"there are two subtasks at {time:g} s: {texts[time]!r}, {text!r}"
-            )
+            wrong.append(f"there are two subtasks at {time:g} s: {texts[time]!r}, {text!r}")
     for time, text in sorted(texts.items()):
         # Frames are found by number; times are rounded to float32 and may lie between two frames.
         frame = math.floor(time * fps + 0.5) if math.isfinite(time) else -1
@@ -212,7 +207,7 @@ def _take_subtasks(found: EpisodeLabels, rows: Cell, episode: Episode, fps: floa
             found.subtasks.append((frame, text))
         else:
             end = f"the episode lasts from 0 to {episode.length / fps:g} s"
-            found.wrong["subtasks"].append(f"the subtask {text!r} begins at {time:g} s, but {end}")
+            wrong.append(f"the subtask {text!r} begins at {time:g} s, but {end}")
 
 
 def _take_questions(found: EpisodeLabels, rows: Cell, frame: int, metadata: Metadata) -> None:
@@ -267,17 +262,16 @@ def _take_numbered(metadata: Metadata, data: DataRows, labels: Mapping[int, Epis
         why = str(error)
     for index, found in labels.items():
         column = data.rows[index].get(SUBTASK_INDEX)
-        if found.subtasks or found.wrong["subtasks"] or (column is None and why is None):
+        wrong = found.wrong["subtasks"]
+        if found.subtasks or wrong or (column is None and why is None):
             continue
         if why is not None or column is None:
-            found.wrong["subtasks"].append(f"{SUBTASK_INDEX} cannot be used: {why}")
+            wrong.append(f"{SUBTASK_INDEX} cannot be used: {why}")
             continue
         numbers = column.reshape(-1)
         if numbers.dtype.kind not in "iu" or len(numbers) != len(column):
             what = f"{numbers.dtype}{list(column.shape[1:])}"
-            found.wrong["subtasks"].append(
-                f"{SUBTASK_INDEX} is {what}, expected an integer in every frame"
-            )
+            wrong.append(f"{SUBTASK_INDEX} is {what}, expected an integer in every frame")
             continue
         for frame in np.flatnonzero(np.diff(numbers, prepend=numbers[0] - 1)).tolist():
             number = int(numbers[frame])
@@ -287,7 +281,7 @@ def _take_numbered(metadata: Metadata, data: DataRows, labels: Mapping[int, Epis
                 found.subtasks.append((frame, text))
             else:
                 what = f"is not in {SUBTASKS}" if number not in texts else f"has the text {text!r}"
-                found.wrong["subtasks"].append(f"frame {frame}: {SUBTASK_INDEX} {number} {what}")
+                wrong.append(f"frame {frame}: {SUBTASK_INDEX} {number} {what}")
 
 
 def read_subtasks(root: Path) -> dict[int, Any]:
