@@ -14,7 +14,7 @@ import pytest
 
 from piston.cli import main
 from piston.data import check_dataset, columns, open_dataset
-from piston.data.image_text import ImageTextSet, questions_of
+from piston.data.image_text import DatasetQuestions, ImageTextSet
 from piston.data.language import Question
 from piston.data.record import Recorder
 
@@ -175,17 +175,17 @@ def test_questions_of_a_robot_data_set(tmp_path: Path) -> None:
                 recorder.add_frame(frame, "look", questions=asked)
             recorder.save_episode()
     dataset = open_dataset(tmp_path / "set", language=True)
-    found = pickle.loads(pickle.dumps(questions_of(dataset)))
+    found = pickle.loads(pickle.dumps(DatasetQuestions(dataset)))
     seen = [(int(x["image"].mean()), x["question"], x["answer"]) for x in found]
     expected = [(59, "0?", "1"), (68, "0?", "2"), (99, "1?", "1"), (108, "1?", "2")]
     assert seen == expected
     assert found[0]["image"].shape == shape
     assert len(found) == 4
-    later = questions_of(dataset.select("1"))
+    later = DatasetQuestions(dataset.select("1"))
     assert [(int(x["image"].mean()), x["question"], x["answer"]) for x in later] == expected[2:]
-    assert len(questions_of(dataset.select(cameras=()))) == 0
+    assert len(DatasetQuestions(dataset.select(cameras=()))) == 0
     with pytest.raises(ValueError, match="language=True"):
-        questions_of(open_dataset(tmp_path / "set"))
+        DatasetQuestions(open_dataset(tmp_path / "set"))
 
 
 def test_the_check_of_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

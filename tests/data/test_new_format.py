@@ -281,6 +281,20 @@ def test_a_column_is_read_when_it_is_asked_for(folder, monkeypatch):
     assert asked == ["state"]
 
 
+def test_any_dataset_has_chunks_of_images_and_of_steps_before(folder):
+    whole = NpzEpisodes(folder)
+    view = View(whole, {"state": [-0.1, 0.0], "image": 2}, "1:")
+    start, length = whole.episodes[0].length, whole.episodes[1].length
+    first, last = view[0], view[length - 1]
+    np.testing.assert_array_equal(first["state"], whole.column("state")[[start, start]])
+    assert first["state_is_pad"].tolist() == [True, False]
+    end = whole[start + length - 1]["image"]
+    np.testing.assert_array_equal(last["image"], [end, end])
+    assert last["image_is_pad"].tolist() == [False, True]
+    with pytest.raises(KeyError, match="has no 'wrist_imagee'. Did you mean 'wrist_image'"):
+        view.select(cameras=["wrist_imagee"])
+
+
 def test_the_page_shows_this_class():
     program = (EXAMPLES / "npz_episodes.py").read_text("utf-8")
     assert program in (DOCS / "extending.md").read_text("utf-8")

@@ -2,7 +2,8 @@
 
 Beyond what is found whenever a data set is opened (`findings`), it looks at the values and decodes
 every frame, by the code that training uses. An `error` would stop training. A damaged episode that
-readers leave out is a `warning`, unless no episode remains.
+readers leave out is a `warning`, unless no episode remains. For formats other than LeRobot's, it
+checks values, texts, frames and blocks.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from piston.data.check_frames import BLACK, STOPS, check_frames
+from piston.data import protocol
 from piston.data.columns import Columns, ImageRows, fits
 from piston.data.findings import Findings, inspect_files, left_out
 from piston.data.format import DERIVED, PERSISTENT, Episode, dimension_names, list_files
@@ -30,6 +31,8 @@ from piston.data.problems import Problem, Severity, episode_problem, ranges
 from piston.data.video import VideoError, VideoHeader, VideoReader, num_usable_cpus
 from piston.progress import Progress, no_progress
 
+BLACK = 20  # the brightest gray value of a frame that shows nothing (video black is 16)
+STOPS = "training stops there; leave out the episode (--data.episodes '!N') or write it again"
 LABEL_STOPS = "training with {} stops there; leave out the episode or correct the label"
 _ROWS_AT_ONCE = 64  # pictures of a table
 TIME_TOLERANCE_S = 1e-3  # recorded times are informative only: frames are found by number
@@ -47,7 +50,7 @@ def check_dataset(
     if found is IMAGE_TEXT:
         return _table_problems(root, progress)
     if found is not None and found is not LEROBOT:
-        return _worst_first(check_frames(found.open(root), progress))
+        return _worst_first(_dataset_problems(found.open(root), progress))
     metadata = Metadata.read(root)
     findings = inspect_files(metadata, metadata.episodes, language=True)
     problems = [*findings.problems, *_unused_files(metadata)]
@@ -69,6 +72,7 @@ def check_dataset(
         problems += _unlike_others(metadata, episode, rows, first)
         names = findings.data.names[episode.data_path]
         stored = {key: array for key, array in rows.items() if key in names}
+        problems += _not_finite(episode.index, stored)
         for severity, what, consequence in _row_problems(metadata, episode, stored):
             problems.append(episode_problem(episode.index, what, None, consequence, severity))
         count(episode.length)
@@ -112,6 +116,44 @@ def _table_problems(root: Path, progress: Progress) -> list[Problem]:
             problems += filter(None, pool.map(check, (r for r in rows if r not in without)))
             progress(rows.stop, len(table))
     return _worst_first(problems)
+
+
+def _dataset_problems(dataset: protocol.Dataset, progress: Progress) -> Iterator[Problem]:
+    """Read all columns and decode every frame."""
+    try:
+        protocol.blocks_of(dataset)
+    except ValueError as error:
+        yield Problem("error", "blocks", str(error), "training cannot order its samples")
+    columns = {}
+    for key in dataset.keys:
+        columns[key] = column = dataset.column(key)
+        if len(column) != len(dataset):
+            what = f"it has {len(column)} rows, the dataset {len(dataset)} frames"
+            yield Problem("error", key, what, "training cannot use it")
+    if not dataset.episodes or sum(one.length for one in dataset.episodes) != len(dataset):
+        what = f"{len(dataset.episodes)} episodes do not have the {len(dataset)} frames together"
+        yield Problem("error", "episodes", what, "training cannot use it")
+        return
+    for episode, (start, stop) in zip(dataset.episodes, protocol.episode_bounds(dataset).tolist()):
+        rows = {key: column[start:stop] for key, column in columns.items()}
+        yield from _not_finite(episode.index, rows)
+        if "task" in dataset.texts and (dataset.texts["task"].numbers[start:stop] < 0).any():
+            what = "some frames have no task"
+            yield episode_problem(episode.index, what, None, "their prompt is empty")
+        black: dict[str, list[int]] = {camera: [] for camera in dataset.cameras}
+        for row in range(start, stop):
+            try:
+                item = dataset[row]
+            except (ValueError, OSError) as error:
+                what = f"frame {row - start}: {error}"
+                yield episode_problem(episode.index, what, None, STOPS, "error")
+                break
+            for camera, frames in black.items():
+                if np.max(item[camera]) <= BLACK:
+                    frames.append(row - start)
+            progress(row + 1, len(dataset))
+        for camera, frames in black.items():
+            yield from _black_frames(episode, camera, frames)
 
 
 def usable(problems: Iterable[Problem]) -> bool:
@@ -208,10 +250,6 @@ def _row_problems(
     metadata: Metadata, episode: Episode, rows: Columns
 ) -> Iterator[tuple[Severity, str, str]]:
     """Yield severity, what is wrong, and the consequence."""
-    for key, array in rows.items():
-        if len(bad := bad_rows(array)):
-            what = f"{key} is NaN or infinite in {len(bad)} rows, the first is {bad[0]}"
-            yield "error", what, STOPS
     steps = np.arange(episode.length)
     for key, numbers in {"frame_index": steps, "index": steps + episode.start}.items():
         if key in rows and not np.array_equal(rows[key].reshape(-1), numbers):
@@ -236,6 +274,13 @@ def _row_problems(
         yield "warning", what, "the episode's first task is used"
     if not episode.tasks and (unknown or not len(column)):
         yield "warning", "no task is known", "its prompt is empty"
+
+
+def _not_finite(episode: int, rows: Columns) -> Iterator[Problem]:
+    for key, array in rows.items():
+        if len(bad := bad_rows(array)):
+            what = f"{key} is NaN or infinite in {len(bad)} rows, the first is {bad[0]}"
+            yield episode_problem(episode, what, None, STOPS, "error")
 
 
 def bad_rows(array: np.ndarray) -> np.ndarray:
@@ -302,15 +347,21 @@ def _frame_problems(
                 what = f"frame {number}: {error}"
                 yield episode_problem(episode.index, what, camera, STOPS, "error")
             else:
-                if black:
-                    what = f"{len(black)} of {episode.length} frames are black: {ranges(black)}"
-                    yield episode_problem(episode.index, what, camera, "they are used as they are")
+                yield from _black_frames(episode, camera, black)
         if reader is not None:
             reader.close()
 
     with worker_threads() as (pool, stopped):
         found = pool.map(lambda path: list(check_file(path)), by_file)
         return list(itertools.chain.from_iterable(found))
+
+
+def _black_frames(
+    episode: protocol.Episode, camera: str, black: Sequence[int]
+) -> Iterator[Problem]:
+    if black:
+        what = f"{len(black)} of {episode.length} frames are black: {ranges(black)}"
+        yield episode_problem(episode.index, what, camera, "they are used as they are")
 
 
 def _unlike_declared(

@@ -10,9 +10,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import io
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -62,12 +63,8 @@ def read_rows(metadata: Metadata, episodes: Iterable[Episode]) -> DataRows:
 
     A column that cannot be read costs the episode, unless that is so in all of them.
     """
-    by_file: dict[str, list[Episode]] = collections.defaultdict(list)
-    for episode in episodes:
-        by_file[episode.data_path].append(episode)
     found, failed = DataRows({}, {}, {}, {}, {}), _Failed()
-    with ThreadPoolExecutor(_THREADS) as pool:
-        list(pool.map(lambda item: _read_file(found, failed, metadata, *item), by_file.items()))
+    read_each_file(functools.partial(_read_file, found, failed, metadata), episodes)
     for (index, key), why in sorted(failed.why.items()):
         if key not in failed.elsewhere:
             found.ignored.setdefault(key, why)
@@ -75,6 +72,15 @@ def read_rows(metadata: Metadata, episodes: Iterable[Episode]) -> DataRows:
             del found.first_rows[index]
             found.unreadable[index] = why
     return found
+
+
+def read_each_file(read: Callable[[str, list[Episode]], None], episodes: Iterable[Episode]) -> None:
+    """Call `read` with each data file and its episodes, several files at once."""
+    by_file: dict[str, list[Episode]] = collections.defaultdict(list)
+    for episode in episodes:
+        by_file[episode.data_path].append(episode)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        list(pool.map(lambda item: read(*item), by_file.items()))
 
 
 @dataclasses.dataclass

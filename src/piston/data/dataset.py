@@ -17,17 +17,13 @@ forked and used by threads; each process opens its own decoders when it needs th
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any, SupportsIndex
 
 import numpy as np
-from jaxtyping import Int64, UInt8
 
 from piston.data.columns import ImageRows, join_columns
 from piston.data.findings import Findings, inspect_files, left_out
@@ -36,14 +32,13 @@ from piston.data.language import Kind, Labels, Question, join_labels
 from piston.data.location import locate
 from piston.data.metadata import Metadata
 from piston.data.mixture import EpisodeChoice, choose_episodes
-from piston.data.problems import EpisodeError, grouped, unknown_key
-from piston.data.protocol import FrameFile, Texts, episode_bounds, locate_frame
-from piston.data.video import TOLERANCE_S, VideoReaders
+from piston.data.problems import EpisodeError, grouped
+from piston.data.protocol import FrameFile, Texts
+from piston.data.video import VideoReaders
+from piston.data.view import Sequences, View
 from piston.logs import warn_once
 
 logger = logging.getLogger(__name__)
-
-Sequences = Mapping[str, Sequence[float] | int]  # key → seconds from now, or a number of steps
 
 
 def open_dataset(
@@ -88,7 +83,7 @@ def open_dataset(
         both: tuple[Kind, ...] = ("subtasks", "questions")
         used = both if isinstance(language, bool) else (language,)
         labels = join_labels(metadata, kept, findings.labels, used)
-    return LeRobotDataset(findings, kept, _offsets(sequences or {}, metadata.fps), labels)
+    return LeRobotDataset(findings, kept, sequences or {}, labels)
 
 
 def _require_cameras(findings: Findings, cameras: Iterable[str] | None) -> None:
@@ -103,79 +98,26 @@ def _require_cameras(findings: Findings, cameras: Iterable[str] | None) -> None:
                 )
 
 
-class LeRobotDataset(Sequence[dict[str, Any]]):
+class LeRobotDataset(View):
     """`dataset[i]` counts the frames of `dataset.episodes`. Made by `open_dataset`."""
+
+    episodes: tuple[Episode, ...]
+    blocks = None
 
     def __init__(
         self,
         findings: Findings,
         episodes: Sequence[Episode],
-        offsets: Mapping[str, np.ndarray],
+        sequences: Sequences,
         labels: Labels | None = None,
     ) -> None:
-        self.metadata, self.cameras, self._labels = findings.metadata, findings.cameras, labels
+        self.metadata, self._labels = findings.metadata, labels
         self._columns = join_columns(self.metadata, episodes, findings.data)
-        self._set_episodes(episodes)
-        # Where an episode begins in the columns, and in its data file.
-        starts = self.episode_bounds[:, 0].tolist()
-        self._starts = {episode.index: start for episode, start in zip(episodes, starts)}
-        self._first_rows = findings.data.first_rows
-        self._offsets = offsets
+        self._first_rows = findings.data.first_rows  # of the episodes in their data files
         self._videos, self._images = VideoReaders(), ImageRows(self.metadata.root)
-        known = (*self.keys, *self.cameras)
-        for key in offsets:
-            if key not in known:
-                raise self._unknown(key)
-
-    def _set_episodes(self, episodes: Iterable[Episode]) -> None:
-        self.episodes = tuple(episodes)
-        self._ends = episode_bounds(self)[:, 1]
-
-    def select(
-        self, episodes: EpisodeChoice = None, *, cameras: Iterable[str] | None = None
-    ) -> LeRobotDataset:
-        """Return a data set of some of these episodes and cameras (None: all of them, `()`: none).
-
-        It shares the columns and the decoders with this one.
-        """
-        selected = copy.copy(self)
-        selected._set_episodes(choose_episodes(self.episodes, episodes))
-        if cameras is not None:
-            selected.cameras = tuple(self._known_camera(camera) for camera in cameras)
-        return selected
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def __getitem__(self, index: SupportsIndex) -> dict[str, Any]:  # type: ignore[override]
-        episode, step = self.place(index)
-        start = self._starts[episode.index]
-        item: dict[str, Any] = {}
-        steps: dict[str, np.ndarray] = {}  # of sequences
-        for key, offsets in self._offsets.items():
-            if key in self._columns or key in self.cameras:
-                wanted = step + offsets
-                steps[key] = np.clip(wanted, 0, episode.length - 1)
-                item[f"{key}_is_pad"] = wanted != steps[key]
-        for key, column in self._columns.items():
-            value = column[start + steps.get(key, step)]
-            # A copy, so that changing an item does not change the data set.
-            item[key] = value.copy() if column.ndim > 1 and key not in steps else value
-        task = self.metadata.tasks.get(int(self._columns["task_index"][start + step]))
-        item["task"] = next(iter(episode.tasks), "") if task is None else task
-        if self._labels is not None:
-            item["subtask"] = self._labels.subtask(start + step)
-        now = np.array([step])
-        frames = self._frames(episode, {camera: steps.get(camera, now) for camera in self.cameras})
-        return item | {c: images if c in steps else images[0] for c, images in frames.items()}
-
-    @property
-    def root(self) -> Path:
-        return self.metadata.root
-
-    @property
-    def fps(self) -> float:
-        return self.metadata.fps
+        self.root, self.fps, self.keys = self.metadata.root, self.metadata.fps, tuple(self._columns)
+        self.cameras = findings.cameras
+        self._place_episodes(episodes, sequences)
 
     @property
     def features(self) -> Mapping[str, Feature]:
@@ -185,39 +127,10 @@ class LeRobotDataset(Sequence[dict[str, Any]]):
     def robot_type(self) -> str | None:
         return self.metadata.robot_type
 
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """The columns that are not cameras."""
-        return tuple(self._columns)
-
-    @property
-    def episode_bounds(self) -> Int64[np.ndarray, "episodes 2"]:
-        """The first row of each episode and the row after its last, in this set's numbering."""
-        return episode_bounds(self)
-
-    def column(self, key: str) -> np.ndarray:
-        """Return (frames, dim), or (frames,) for plain values, read-only. Nothing is decoded."""
-        if key not in self._columns:
-            raise self._unknown(key)
-        return self._of_episodes(self._columns[key])
-
-    def _of_episodes(self, column: np.ndarray) -> np.ndarray:
-        """Return the rows of this set's episodes, in their order, read-only."""
-        if len(self) == len(column):
-            return column
-        starts = ((self._starts[episode.index], episode.length) for episode in self.episodes)
-        part = np.concatenate([column[start : start + length] for start, length in starts])
-        part.flags.writeable = False
-        return part
-
-    def frame(
-        self, index: SupportsIndex, cameras: Iterable[str] | None = None
-    ) -> dict[str, UInt8[np.ndarray, "h w 3"]]:
-        """Return only the images of one frame."""
-        wanted = self.cameras if cameras is None else map(self._known_camera, cameras)
-        episode, step = self.place(index)
-        frames = self._frames(episode, dict.fromkeys(wanted, np.array([step])))
-        return {camera: images[0] for camera, images in frames.items()}
+    def _texts_at(self, episode: Episode, row: int) -> dict[str, str]:
+        task = self.metadata.tasks.get(int(self._columns["task_index"][row]))
+        texts = {"task": next(iter(episode.tasks), "") if task is None else task}
+        return texts if self._labels is None else {**texts, "subtask": self._labels.subtask(row)}
 
     @property
     def texts(self) -> dict[str, Texts]:
@@ -290,21 +203,7 @@ class LeRobotDataset(Sequence[dict[str, Any]]):
         """Close the decoders; they open again when they are needed."""
         self._videos.close()
 
-    def _known_camera(self, camera: str) -> str:
-        if camera not in self.cameras:
-            raise self._unknown(camera, is_camera=True)
-        return camera
-
-    def _unknown(self, key: str, *, is_camera: bool = False) -> KeyError:
-        # It may have been opened without some of the cameras of the folder.
-        source = f"The open data set {self.metadata.root}"
-        return unknown_key(source, key, self.cameras, self.keys, is_camera=is_camera)
-
-    def place(self, index: SupportsIndex) -> tuple[Episode, int]:
-        """Return the episode of a frame and its number within the episode."""
-        return locate_frame(index, self.episodes, self._ends)
-
-    def _frames(self, episode: Episode, steps: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def _read(self, episode: Episode, steps: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Read each camera in a thread of its own, the first one in this thread."""
         if not steps:
             return {}
@@ -337,26 +236,3 @@ class LeRobotDataset(Sequence[dict[str, Any]]):
 def _camera_threads(process: int) -> ThreadPoolExecutor:  # noqa: ARG001  (the key of the cache)
     """Return the threads of a process. Threads do not survive a fork, so a child has its own."""
     return ThreadPoolExecutor(thread_name_prefix="camera")
-
-
-def _offsets(sequences: Sequences, fps: float) -> dict[str, np.ndarray]:
-    """Return steps from now. Raise ValueError if the seconds are not those of frames."""
-    offsets = {}
-    for key, wanted in sequences.items():
-        if isinstance(wanted, int | np.integer):
-            if wanted < 1:
-                raise ValueError(
-                    f"The sequence of {key!r} has {wanted} steps; expected at least 1."
-                )
-            offsets[key] = np.arange(wanted)
-            continue
-        seconds = np.asarray(wanted, np.float64)
-        steps = np.rint(np.nan_to_num(seconds, posinf=0, neginf=0) * fps).astype(np.int64)
-        on_frames = np.abs(seconds - steps / fps) <= TOLERANCE_S  # False for NaN and infinity
-        if seconds.ndim != 1 or not len(seconds) or not on_frames.all():
-            raise ValueError(
-                f"The sequence of {key!r} asks for {list(np.atleast_1d(seconds))} s from now; at "
-                f"{fps} frames per second there are only multiples of {1 / fps:.6g} s."
-            )
-        offsets[key] = steps
-    return offsets

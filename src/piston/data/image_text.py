@@ -1,7 +1,7 @@
 """Pictures with a question and an answer: from a folder, or from the labels of a robot data set.
 
-    ImageTextSet("folder")[i]   {"image": uint8 (h, w, 3), "question": str, "answer": str}
-    questions_of(dataset)[i]    the same, of a data set opened with language=True
+    ImageTextSet("folder")[i]      {"image": uint8 (h, w, 3), "question": str, "answer": str}
+    DatasetQuestions(dataset)[i]   the same, of a data set opened with language=True
 
 The folder has one table, *.jsonl (a JSON object per line) or *.parquet, with the columns question,
 answer and image: the path of a file in the folder, or, in a parquet file, the bytes of the image or
@@ -108,7 +108,7 @@ class ImageTextSet(_Pictures):
 
 
 class DatasetQuestions(_Pictures):
-    """The questions about the pictures of a robot data set. Made by `questions_of`."""
+    """The questions about the images of a robot's dataset, opened with language=True."""
 
     def __init__(self, dataset: LeRobotDataset) -> None:
         self.root, self.episodes = dataset.root, dataset.episodes
@@ -134,11 +134,6 @@ class DatasetQuestions(_Pictures):
         frame, (camera, question, answer) = self._questions[_row_number(index, len(self))]
         image = self._dataset.frame(frame, [camera])[camera]
         return {"image": image, "question": question, "answer": answer}
-
-
-def questions_of(dataset: LeRobotDataset) -> DatasetQuestions:
-    """Return the questions of a data set, opened with language=True, about its cameras."""
-    return DatasetQuestions(dataset)
 
 
 def is_table(root: Path) -> bool:

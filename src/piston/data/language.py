@@ -16,12 +16,11 @@ an episode has no persistent rows of subtasks.
 from __future__ import annotations
 
 import bisect
-import collections
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,7 +30,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from jaxtyping import Int32
 
-from piston.data.columns import DataRows
+from piston.data.columns import DataRows, read_each_file
 from piston.data.format import EVENTS, LANGUAGE, PERSISTENT, SUBTASK_INDEX, SUBTASKS, Episode
 from piston.data.metadata import Metadata
 from piston.data.problems import EpisodeError
@@ -48,7 +47,6 @@ _NEEDED = {
     PERSISTENT: ("content", "style", "timestamp"),
     EVENTS: ("role", "content", "style", "camera"),
 }
-_THREADS = 8
 _BATCH_ROWS = 4096  # the list that is repeated in every frame is small on disk, not in memory
 
 
@@ -109,14 +107,9 @@ def read_labels(
     metadata: Metadata, episodes: Iterable[Episode], data: DataRows
 ) -> dict[int, EpisodeLabels]:
     """Read the labels of the episodes whose rows have been read."""
-    by_file: dict[str, list[Episode]] = collections.defaultdict(list)
-    for episode in episodes:
-        if episode.index in data.rows:
-            by_file[episode.data_path].append(episode)
-    labels = {episode.index: EpisodeLabels() for inside in by_file.values() for episode in inside}
-    with ThreadPoolExecutor(_THREADS) as pool:
-        files = by_file.items()
-        list(pool.map(lambda item: _read_file(metadata, data, labels, *item), files))
+    read = [episode for episode in episodes if episode.index in data.rows]
+    labels = {episode.index: EpisodeLabels() for episode in read}
+    read_each_file(functools.partial(_read_file, metadata, data, labels), read)
     if SUBTASK_INDEX in metadata.features and SUBTASK_INDEX in data.stored | data.ignored.keys():
         _take_numbered(metadata, data, labels)
     return labels
@@ -196,22 +189,17 @@ def _parts(
 
 def _take_subtasks(found: EpisodeLabels, rows: Cell, episode: Episode, fps: float) -> None:
     texts: dict[float, str] = {}  # by time
+    wrong = found.wrong["subtasks"]
     for row in rows:
         text, time = row["content"], row["timestamp"]
         if not _is_used(found, PERSISTENT, row["style"]):
             continue
         if not isinstance(time, int | float) or isinstance(time, bool):
-            found.wrong["subtasks"].append(
-                f"the subtask {text!r} has the timestamp {time!r}, not a number"
-            )
+            wrong.append(f"the subtask {text!r} has the timestamp {time!r}, not a number")
         elif not is_text(text):
-            found.wrong["subtasks"].append(
-                f"the text of the subtask at {time:g} s is {text!r}, not a sentence"
-            )
+            wrong.append(f"the text of the subtask at {time:g} s is {text!r}, not a sentence")
         elif texts.setdefault(time, text) != text:
-            found.wrong["subtasks"].append(
-                f"there are two subtasks at {time:g} s: {texts[time]!r}, {text!r}"
-            )
+            wrong.append(f"there are two subtasks at {time:g} s: {texts[time]!r}, {text!r}")
     for time, text in sorted(texts.items()):
         # Frames are found by number; times are rounded to float32 and may lie between two frames.
         frame = math.floor(time * fps + 0.5) if math.isfinite(time) else -1
@@ -219,7 +207,7 @@ def _take_subtasks(found: EpisodeLabels, rows: Cell, episode: Episode, fps: floa
             found.subtasks.append((frame, text))
         else:
             end = f"the episode lasts from 0 to {episode.length / fps:g} s"
-            found.wrong["subtasks"].append(f"the subtask {text!r} begins at {time:g} s, but {end}")
+            wrong.append(f"the subtask {text!r} begins at {time:g} s, but {end}")
 
 
 def _take_questions(found: EpisodeLabels, rows: Cell, frame: int, metadata: Metadata) -> None:
@@ -274,17 +262,16 @@ def _take_numbered(metadata: Metadata, data: DataRows, labels: Mapping[int, Epis
         why = str(error)
     for index, found in labels.items():
         column = data.rows[index].get(SUBTASK_INDEX)
-        if found.subtasks or found.wrong["subtasks"] or (column is None and why is None):
+        wrong = found.wrong["subtasks"]
+        if found.subtasks or wrong or (column is None and why is None):
             continue
         if why is not None or column is None:
-            found.wrong["subtasks"].append(f"{SUBTASK_INDEX} cannot be used: {why}")
+            wrong.append(f"{SUBTASK_INDEX} cannot be used: {why}")
             continue
         numbers = column.reshape(-1)
         if numbers.dtype.kind not in "iu" or len(numbers) != len(column):
             what = f"{numbers.dtype}{list(column.shape[1:])}"
-            found.wrong["subtasks"].append(
-                f"{SUBTASK_INDEX} is {what}, expected an integer in every frame"
-            )
+            wrong.append(f"{SUBTASK_INDEX} is {what}, expected an integer in every frame")
             continue
         for frame in np.flatnonzero(np.diff(numbers, prepend=numbers[0] - 1)).tolist():
             number = int(numbers[frame])
@@ -294,7 +281,7 @@ def _take_numbered(metadata: Metadata, data: DataRows, labels: Mapping[int, Epis
                 found.subtasks.append((frame, text))
             else:
                 what = f"is not in {SUBTASKS}" if number not in texts else f"has the text {text!r}"
-                found.wrong["subtasks"].append(f"frame {frame}: {SUBTASK_INDEX} {number} {what}")
+                wrong.append(f"frame {frame}: {SUBTASK_INDEX} {number} {what}")
 
 
 def read_subtasks(root: Path) -> dict[int, Any]:

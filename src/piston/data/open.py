@@ -14,7 +14,7 @@ from pathlib import Path
 from piston.config import DataConfig
 from piston.data.dataset import open_dataset
 from piston.data.format import DERIVED, INFO, read_info
-from piston.data.image_text import ImageTextSet, is_table, questions_of
+from piston.data.image_text import DatasetQuestions, ImageTextSet, is_table
 from piston.data.location import locate
 from piston.data.metadata import Metadata
 from piston.data.problems import advising, unknown_key
@@ -81,7 +81,7 @@ def _read_lerobot(root: Path, config: DataConfig, num_steps: int) -> Dataset:
                 raise ValueError(
                     f"{root} has no questions: expected rows of style vqa in language_events."
                 )
-            return questions_of(dataset)
+            return DatasetQuestions(dataset)
     with advising(config):
         metadata = Metadata.read(root)
     features, used = metadata.features, keys_used(config)

@@ -21,7 +21,7 @@ from piston.config import DataConfig
 from piston.data.check import worker_threads
 from piston.data.open import PADDING_KEY, keys_used
 from piston.data.problems import leave_out
-from piston.data.protocol import Dataset, episode_bounds
+from piston.data.protocol import Dataset, episode_bounds, locate_frame
 from piston.progress import Progress, no_progress
 from piston.transforms import Data, compose, missing_key
 from piston.transforms.normalize import EPSILON, NormStats
@@ -243,8 +243,9 @@ class TransformedColumns:
         )
         self._episodes, self._cameras = dataset.episodes, dataset.cameras
         self._tasks = dataset.texts["task"] if config.prompt_from_task else None
-        self._starts, stops = episode_bounds(dataset).T
-        lengths, added = stops - self._starts, np.arange(len(stops)) * (horizon - 1)
+        starts, stops = episode_bounds(dataset).T
+        self._stops = stops
+        lengths, added = stops - starts, np.arange(len(stops)) * (horizon - 1)
         self._last = np.repeat(stops - 1, lengths)
         # In sequence keys, every episode's last value is repeated `horizon − 1` times: a frame's
         # chunk is then a window of the column, which begins at the frame's place.
@@ -305,9 +306,8 @@ class TransformedColumns:
 
     def place(self, frame: int) -> tuple[int, str]:
         """Return the episode of a frame, and where the frame is in words."""
-        position = int(np.searchsorted(self._starts, frame, side="right")) - 1
-        index, within = self._episodes[position].index, frame - self._starts[position]
-        return index, f"frame {within} of episode {index} of {self.config.title}"
+        episode, within = locate_frame(frame, self._episodes, self._stops)
+        return episode.index, f"frame {within} of episode {episode.index} of {self.config.title}"
 
     def _transformed(self, frames: Frames) -> dict[str, np.ndarray]:
         data: Data = {
