@@ -1,6 +1,6 @@
 """What the inspector's page draws, as HTML: the chunk, the effect of a change, and maps.
 
-Arguments are what `piston.inspection.answers` returns as JSON.
+Arguments are what the page of `piston inspect` receives as JSON.
 
 Dims: h steps of a chunk, a action dim.
 """
