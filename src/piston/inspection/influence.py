@@ -30,7 +30,7 @@ class Skipped(NamedTuple):
     reason: str
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Influence:
     """What every change of an input did, over all frames. NaN: it was not made in that frame.
 
@@ -43,16 +43,16 @@ class Influence:
     questions: tuple[InputChange, ...]
     # The mean absolute change of every action, in the robot's units and in spreads.
     change: Float[np.ndarray, "q h a"]
-    change_in_spreads: Float[np.ndarray, "q h a"] | None
+    change_in_spreads: Float[np.ndarray, "q h a"] | None = None
     # In one number: the root mean square over steps and dimensions, each in standard deviations of
     # the recorded actions; and the same divided by that of the spread.
     strength: Float[np.ndarray, " q"]
-    strength_in_spreads: Float[np.ndarray, " q"] | None
+    strength_in_spreads: Float[np.ndarray, " q"] | None = None
     strength_per_frame: Float[np.ndarray, "f q"]
     # The standard deviation over noise seeds in the robot's units, and in one number.
-    spread: Float[np.ndarray, "h a"] | None
-    noise: float | None
-    noise_per_frame: Float[np.ndarray, " f"] | None
+    spread: Float[np.ndarray, "h a"] | None = None
+    noise: float | None = None
+    noise_per_frame: Float[np.ndarray, " f"] | None = None
     # How much of an error of a state remains in the action of the same name, per step: 1 means that
     # the whole error is carried on, 0 that it is corrected.
     carried_names: tuple[str, ...]
@@ -135,15 +135,7 @@ def _over_frames(
     share = (asked / asked.sum(0)).T  # of each frame in the mean of a question
     mean_change = np.einsum("qf,fqha->qha", share, np.nan_to_num(change))
     mean_strength = np.sqrt((share * np.nan_to_num(strength.T) ** 2).sum(1))
-    found: dict[str, Any] = {
-        "change": mean_change,
-        "change_in_spreads": None,
-        "strength": mean_strength,
-        "strength_in_spreads": None,
-        "spread": None,
-        "noise": None,
-        "noise_per_frame": None,
-    }
+    found: dict[str, Any] = {"change": mean_change, "strength": mean_strength}
     if unchanged.shape[1] > 1:
         spreads = seed_spread(unchanged)
         noise = np.array([in_one_number(spread, scale) for spread in spreads])

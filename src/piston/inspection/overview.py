@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import itertools
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Float, UInt8
@@ -145,33 +146,36 @@ def compute(
     # π0-FAST also sees the slots that the robot has no camera for.
     known = camera_names(policy)
     cameras = [slot for slot in probe.pictures(shown[0]) if slot in known or not known]
-    mapped = shown[: plan.maps]
+    num_mapped = min(plan.maps, len(shown))
+    num_maps = num_mapped * len(cameras)
+    about_a_frame = 3 * len(cameras) + len(shown[0].prompt.split())
+    about_a_frame += len(state_dims(policy, shown[0].observation)) + 5
     planned = {
-        "influence": len(shown) * _num_questions(probe, shown[0]),
-        "maps": len(mapped) * len(cameras) * plan.map_budget,
+        "influence": len(shown) * about_a_frame,
+        "maps": num_maps * plan.map_budget,
         **{f"episode {one}": _ALONG_EPISODE for one in along},
         **({} if live is None else {"live": _COMPARING}),
     }
-    steps = _Steps(planned, progress)
+    show = _in_one_count(planned, progress)
     _say_how_long(probe, shown[0], sum(planned.values()))
-    influenced = influence(probe, frames, chosen, steps.of("influence"))
-    maps: dict[int, tuple[OcclusionMap, ...]] = {}
-    if mapped and cameras:
+    influenced = influence(probe, frames, chosen, show["influence"])
+    maps: list[list[OcclusionMap]] = [[] for _ in shown]
+    if num_maps:
         occlusion = Occlusion(Probe(policy, range(_MAP_SEEDS)), frames, budget=plan.map_budget)
-        maps = dict(enumerate(_maps(occlusion, mapped, cameras, steps.of("maps"))))
-    moments = tuple(
-        _moment(probe, frame, influenced.unchanged[number], maps.get(number, ()))
-        for number, frame in enumerate(shown)
-    )
-    followed = [open_loop(probe, frames, one, progress=steps.of(f"episode {one}")) for one in along]
-    compared = None if live is None else compare(policy, frames, live, steps.of("live"))
+        asked = itertools.product(range(num_mapped), cameras)
+        for done, (number, camera) in enumerate(asked, start=1):
+            maps[number].append(occlusion.map(shown[number], camera))
+            show["maps"](done, num_maps)
+    moments = map(functools.partial(_moment, probe), shown, influenced.unchanged, maps)
+    followed = [open_loop(probe, frames, one, progress=show[f"episode {one}"]) for one in along]
+    compared = None if live is None else compare(policy, frames, live, show["live"])
     verdicts = influence_verdicts(influenced)
     verdicts += live_verdicts(compared) if compared else []
     verdicts += open_loop_verdicts(followed) if followed else []
     return Overview(
         about=_about(probe, frames, shown[0], name),
         verdicts=tuple(problems_first(verdicts)),
-        moments=moments,
+        moments=tuple(moments),
         influence=influenced,
         open_loop=tuple(followed),
         inside=inside(probe, shown[0]) if plan.inside else None,
@@ -179,33 +183,19 @@ def compute(
     )
 
 
-class _Steps:
-    """One count for all parts. A part is as long as planned, whatever it counts itself."""
+def _in_one_count(planned: Mapping[str, int], progress: Progress) -> dict[str, Progress]:
+    """Return what each part reports to. It is as long as planned, whatever it counts itself."""
+    total = sum(planned.values())
 
-    def __init__(self, planned: Mapping[str, int], progress: Progress) -> None:
-        self._planned, self._progress = planned, progress
-        self._finished: list[str] = []
-        self._began = time.perf_counter()
-
-    def of(self, part: str) -> Progress:
-        now = time.perf_counter()
-        if self._finished:
-            logger.debug("%s took %.1f s", self._finished[-1], now - self._began)
-        self._began, before = now, sum(self._planned[one] for one in self._finished)
-        self._finished.append(part)
-        planned = sum(self._planned.values())
-
-        def show(done: int, total: int | None = None, note: str = "") -> None:
-            share = done / total if total else 0.0
-            self._progress(before + round(share * self._planned[part]), planned, note or part)
+    def part_of(part: str, before: int) -> Progress:
+        def show(done: int, whole: int | None = None, note: str = "") -> None:
+            share = done / whole if whole else 0.0
+            progress(before + round(share * planned[part]), total, note or part)
 
         return show
 
-
-def _num_questions(probe: Probe, frame: Frame) -> int:
-    """Return about how many questions about the influence of inputs a frame has."""
-    cameras, states = camera_names(probe.policy), state_dims(probe.policy, frame.observation)
-    return 3 * len(cameras) + len(frame.prompt.split()) + len(states) + 5
+    begins = itertools.accumulate(planned.values(), initial=0)
+    return {part: part_of(part, begin) for part, begin in zip(planned, begins)}
 
 
 def _say_how_long(probe: Probe, frame: Frame, num_questions: int) -> None:
@@ -237,7 +227,7 @@ def _about(probe: Probe, frames: Frames, frame: Frame, name: str) -> About:
         num_frames=sum(frames.episodes.values()),
         fps=frames.fps,
         num_actions=len(frame.recorded),
-        num_seeds=1 if probe.noise is None else len(probe.noise),
+        num_seeds=probe.num_seeds,
         cameras=camera_names(policy),
         action_names=frames.action_names,
         state_names=tuple(dim.name for dim in state_dims(policy, frame.observation)),
@@ -245,7 +235,7 @@ def _about(probe: Probe, frames: Frames, frame: Frame, name: str) -> About:
 
 
 def _moment(
-    probe: Probe, frame: Frame, chunks: Float[np.ndarray, "n h a"], maps: tuple[OcclusionMap, ...]
+    probe: Probe, frame: Frame, chunks: Float[np.ndarray, "n h a"], maps: Sequence[OcclusionMap]
 ) -> Moment:
     frame.error(chunks)  # Raises ValueError if they cannot be compared.
     return Moment(
@@ -256,18 +246,5 @@ def _moment(
         predicted=chunks.mean(0),
         spread=seed_spread(chunks),
         recorded=np.where(frame.is_real[:, None], frame.recorded, np.nan),
-        maps=maps,
+        maps=tuple(maps),
     )
-
-
-def _maps(
-    occlusion: Occlusion, shown: Sequence[Frame], cameras: Sequence[str], progress: Progress
-) -> Iterator[tuple[OcclusionMap, ...]]:
-    """Yield the maps of each frame, in all cameras."""
-    done = itertools.count(1)
-    for frame in shown:
-        found = []
-        for camera in cameras:
-            found.append(occlusion.map(frame, camera))
-            progress(next(done), len(shown) * len(cameras))
-        yield tuple(found)

@@ -18,10 +18,9 @@ ALL = "all"
 
 _MARKS = ".,;:!?\"'()"
 _OPPOSITES = (
-    *(("open", "close"), ("left", "right"), ("push", "pull"), ("up", "down"), ("on", "off")),
-    *(("in", "out"), ("pick", "place"), ("lift", "lower"), ("front", "back")),
-    *(("top", "bottom"), ("upper", "lower"), ("insert", "remove"), ("near", "far")),
-    *(("first", "last"), ("forward", "backward"), ("fold", "unfold")),
+    "open close, left right, push pull, up down, on off, in out, pick place, lift lower, "
+    "front back, top bottom, upper lower, insert remove, near far, first last, forward backward, "
+    "fold unfold"
 )
 
 
@@ -127,7 +126,8 @@ def _state(frame: Frame, dims: Sequence[StateDim]) -> dict[str, float]:
 
 def opposite(sentence: str) -> str | None:
     """Return the sentence with every word that has a known opposite replaced by it, if any."""
-    table = {word: other for pair in _OPPOSITES for word, other in (pair, pair[::-1])}
+    pairs = [pair.split() for pair in _OPPOSITES.split(", ")]
+    table = {word: other for pair in pairs for word, other in (pair, pair[::-1])}
     words = sentence.split()
     changed = [_replaced(word, table) for word in words]
     return " ".join(changed) if changed != words else None

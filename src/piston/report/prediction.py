@@ -14,7 +14,7 @@ from jaxtyping import Float
 from markupsafe import Markup
 
 from piston.inference.policy import Policy
-from piston.inspection.inside import denoising_path
+from piston.inspection.inside import denoise
 from piston.inspection.probe import Intervention, Probe
 from piston.report.document import Missing, render, small_plot
 from piston.report.figures import Line, heat_map
@@ -58,7 +58,7 @@ def predict(policy: Policy, sample: Sample) -> Prediction:
     back: tuple[TraceStep, ...] = ()
     if probe.noise is not None:
         inputs = policy.prepare(sample.at.observation).inputs
-        denoised = denoising_path(policy, inputs, probe.noise[0])
+        denoised, _ = denoise(policy, inputs, probe.noise[0])
         actions = {"state": seen["state"], "actions": denoised[-1]}
         back = follow({"to the robot": sample.pipeline.output_transforms()}, actions)
         denoised = denoised[..., : chunks.shape[-1]]
