@@ -25,7 +25,7 @@ from piston.inspection.live_numbers import (
     Dimension,
     Timing,
 )
-from piston.inspection.live_pictures import ASPECT, BRIGHTNESS, Camera
+from piston.inspection.live_pictures import ASPECT, BRIGHTNESS, NOTHING, Camera
 from piston.inspection.results import Verdict, judge
 from piston.rules import Rule, Severity
 
@@ -140,7 +140,7 @@ CAMERA_RULES = (
         STRANGE,
         "shows something else than in training: its images are {number:.1f} times "
         "as far from those of training as these are from one another.",
-        lambda camera: camera.strangeness,
+        lambda camera: camera.times_usual(NOTHING),
         f"distance of images to training, divided by that between episodes of training, above "
         f"{STRANGE:g}",
     ),
