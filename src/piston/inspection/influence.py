@@ -72,24 +72,20 @@ def influence(
     if not places:
         raise ValueError("Influence is measured in at least one frame; none was given.")
     shown = [frames[place] for place in places]
-    made: list[dict[InputChange, Intervention]] = []
+    # The versions of each frame, by its place: first the unchanged one.
+    asked: list[tuple[int, InputChange | None, Intervention]] = []
     reasons: dict[InputChange, str] = {}
     for number in range(len(shown)):
-        made.append({})
+        asked.append((number, None, Intervention()))
         for key, change_or_reason in input_changes(probe, frames, shown, number):
             if isinstance(change_or_reason, str):
                 reasons[key] = change_or_reason
             else:
-                made[-1][key] = change_or_reason
-    versions = [
-        (frame, intervention)
-        for frame, changes in zip(shown, made, strict=True)
-        for intervention in (Intervention(), *changes.values())
-    ]
+                asked.append((number, key, change_or_reason))
+    versions = [(shown[number], intervention) for number, _, intervention in asked]
     chunks = probe.ask(versions, progress).astype(np.float64)
-    # Where the chunks of each frame begin: first the unchanged ones.
-    begins = np.cumsum([0, *(1 + len(changes) for changes in made[:-1])])
-    unchanged, scale = chunks[begins], frames.action_scale()
+    unchanged = chunks[[key is None for _, key, _ in asked]]
+    scale = frames.action_scale()
     if unchanged.shape[-1] != len(scale):
         raise ValueError(
             f"The policy has {unchanged.shape[-1]} actions, the dataset {len(scale)}: the dataset "
@@ -97,19 +93,21 @@ def influence(
         )
     # The robot names its states and actions alike; a dataset may have other names.
     names = probe.policy.metadata.get("actions", {}).get("names") or frames.action_names
-    questions = tuple(dict.fromkeys(key for changes in made for key in changes))
+    questions = tuple(dict.fromkeys(key for _, key, _ in asked if key is not None))
     change = np.full((len(shown), len(questions), *unchanged.shape[2:]), np.nan)
     strength = np.full(change.shape[:2], np.nan)
     carried: dict[str, list[np.ndarray]] = {}
-    for frame, (begin, changes) in enumerate(zip(begins, made, strict=True)):
-        for number, (key, intervention) in enumerate(changes.items(), start=begin + 1):
-            difference, place = chunks[number] - chunks[begin], questions.index(key)
-            change[frame, place] = np.abs(difference).mean(0)
-            strength[frame, place] = in_one_number(difference, scale)
-            if key.change == "moved" and key.subject in names:
-                moved = difference[:, :, names.index(key.subject)].mean(0)
-                share = moved / intervention.state[key.subject]
-                carried.setdefault(key.subject, []).append(share)
+    for (frame, question, intervention), answer in zip(asked, chunks, strict=True):
+        if question is None:
+            continue
+        place = questions.index(question)
+        difference = answer - unchanged[frame]
+        change[frame, place] = np.abs(difference).mean(0)
+        strength[frame, place] = in_one_number(difference, scale)
+        if question.change == "moved" and question.subject in names:
+            moved = difference[:, :, names.index(question.subject)].mean(0)
+            share = moved / intervention.state[question.subject]
+            carried.setdefault(question.subject, []).append(share)
     return Influence(
         places=tuple(places),
         action_names=frames.action_names,

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from piston.inference.policy import Policy
 from piston.inference.recording import CHUNK, EXECUTED, NO_PROMPT, TIME
@@ -150,11 +150,6 @@ class Numbers:
         """Return the states of each episode as one sees them who asks in `every` so many frames."""
         return [self.states[begin:end:every] for begin, end in self.bounds]
 
-    def pairs_seen(self, every: int) -> Bool[np.ndarray, " p"]:
-        """Return which pairs end at a frame that `seen` has."""
-        ends = [np.arange(1, end - begin) for begin, end in self.bounds]
-        return np.concatenate(ends) % every == 0
-
     def after_targets(self, training: Numbers) -> Float[np.ndarray, "p d"]:
         """Return each next state less the target before it; NaN for those without a target."""
         rows, known = self.pairs(), self._actions >= 0
@@ -275,7 +270,8 @@ def _against_targets(training: Numbers, live: Numbers, every: int) -> dict[str, 
     """
     ours, theirs = (one.after_targets(training) for one in (training, live))
     # How far a state is behind depends on the moment of the task.
-    seen = ours[training.pairs_seen(every)]
+    in_episode = np.concatenate([np.arange(end - begin) for begin, end in training.bounds])
+    seen = ours[in_episode[training.pairs() + 1] % every == 0]
     if not len(seen) or not len(theirs):
         fields = ("offset", "offset_limit", "astray", "astray_limit")
         return dict.fromkeys(fields, np.full(len(training.names), np.nan))

@@ -20,7 +20,7 @@ from PIL import Image
 from piston.inference.policy import Policy
 from piston.inspection.frames import Frames, camera_names, camera_paths
 from piston.inspection.live_numbers import Numbers
-from piston.inspection.results import NOT_IN_JSON
+from piston.inspection.results import NOT_IN_JSON, evenly
 from piston.progress import Progress, no_progress
 from piston.transforms import Data, flatten_dict
 
@@ -308,9 +308,9 @@ def _moments(frames: Frames, count: int) -> list[tuple[int, int]]:
     """Return about `count` places: from episodes that are spread over the set, evenly in each."""
     lengths = frames.episodes
     each = max(8, -(-count // len(lengths)))
-    chosen = np.linspace(0, len(lengths) - 1, min(len(lengths), -(-count // each))).round()
+    chosen = evenly(len(lengths), -(-count // each))
     places = set()
-    for number, episode in enumerate([*lengths][int(i)] for i in chosen):
+    for number, episode in enumerate([*lengths][i] for i in chosen):
         # The golden ratio lets the episodes' moments fall between one another.
         shares = (np.arange(each) + (0.5 + number * 0.6180339887) % 1) / each
         places |= {(episode, int(share * lengths[episode])) for share in shares}

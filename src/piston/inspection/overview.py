@@ -12,6 +12,7 @@ import itertools
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, UInt8
@@ -62,31 +63,6 @@ DEFAULT_PLAN = Plan()
 
 
 @dataclasses.dataclass(frozen=True)
-class About:
-    """What was inspected."""
-
-    policy: str
-    family: str
-    num_parameters: int
-    device: str
-    # Denoising steps; None for a model that writes tokens.
-    num_steps: int | None
-    robot: str
-    data: str
-    num_episodes: int
-    num_frames: int
-    # Frames per second.
-    fps: float
-    # Of a chunk.
-    num_actions: int
-    num_seeds: int
-    # The robot's name of the camera in each slot of the model.
-    cameras: Mapping[str, str]
-    action_names: tuple[str, ...]
-    state_names: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
 class Moment:
     """A frame that was asked about: what the model sees, and what it does, in the robot's units."""
 
@@ -106,7 +82,8 @@ class Moment:
 
 @dataclasses.dataclass(frozen=True)
 class Overview:
-    about: About
+    # What was inspected, by the names in `_about`.
+    about: Mapping[str, Any]
     # Problems first.
     verdicts: tuple[Verdict, ...]
     moments: tuple[Moment, ...]
@@ -148,10 +125,10 @@ def compute(
     cameras = [slot for slot in probe.pictures(shown[0]) if slot in known or not known]
     num_mapped = min(plan.maps, len(shown))
     num_maps = num_mapped * len(cameras)
-    about_a_frame = 3 * len(cameras) + len(shown[0].prompt.split())
-    about_a_frame += len(state_dims(policy, shown[0].observation)) + 5
+    num_questions = 3 * len(cameras) + len(shown[0].prompt.split()) + 5  # about, in a frame
+    num_questions += len(state_dims(policy, shown[0].observation))
     planned = {
-        "influence": len(shown) * about_a_frame,
+        "influence": len(shown) * num_questions,
         "maps": num_maps * plan.map_budget,
         **{f"episode {one}": _ALONG_EPISODE for one in along},
         **({} if live is None else {"live": _COMPARING}),
@@ -185,12 +162,12 @@ def compute(
 
 def _in_one_count(planned: Mapping[str, int], progress: Progress) -> dict[str, Progress]:
     """Return what each part reports to. It is as long as planned, whatever it counts itself."""
-    total = sum(planned.values())
+    all_parts = sum(planned.values())
 
     def part_of(part: str, before: int) -> Progress:
-        def show(done: int, whole: int | None = None, note: str = "") -> None:
-            share = done / whole if whole else 0.0
-            progress(before + round(share * planned[part]), total, note or part)
+        def show(done: int, total: int | None = None, note: str = "") -> None:
+            share = done / total if total else 0.0
+            progress(before + round(share * planned[part]), all_parts, note or part)
 
         return show
 
@@ -212,26 +189,29 @@ def _say_how_long(probe: Probe, frame: Frame, num_questions: int) -> None:
         )
 
 
-def _about(probe: Probe, frames: Frames, frame: Frame, name: str) -> About:
+def _about(probe: Probe, frames: Frames, frame: Frame, name: str) -> dict[str, Any]:
     policy = probe.policy
     config = policy.model.config
-    return About(
-        policy=name,
-        family=config.family,
-        num_parameters=policy.num_parameters,
-        device=str(policy.device),
-        num_steps=policy.num_steps if config.denoises else None,
-        robot=str(policy.metadata.get("robot", "")),
-        data=str(frames.pipeline.repo_id),
-        num_episodes=len(frames.episodes),
-        num_frames=sum(frames.episodes.values()),
-        fps=frames.fps,
-        num_actions=len(frame.recorded),
-        num_seeds=probe.num_seeds,
-        cameras=camera_names(policy),
-        action_names=frames.action_names,
-        state_names=tuple(dim.name for dim in state_dims(policy, frame.observation)),
-    )
+    return {
+        "policy": name,
+        "family": config.family,
+        "num_parameters": policy.num_parameters,
+        "device": str(policy.device),
+        # Denoising steps; None for a model that writes tokens.
+        "num_steps": policy.num_steps if config.denoises else None,
+        "robot": str(policy.metadata.get("robot", "")),
+        "data": str(frames.pipeline.repo_id),
+        "num_episodes": len(frames.episodes),
+        "num_frames": sum(frames.episodes.values()),
+        "fps": frames.fps,
+        # Of a chunk.
+        "num_actions": len(frame.recorded),
+        "num_seeds": probe.num_seeds,
+        # The robot's name of the camera in each slot of the model.
+        "cameras": camera_names(policy),
+        "action_names": frames.action_names,
+        "state_names": tuple(dim.name for dim in state_dims(policy, frame.observation)),
+    }
 
 
 def _moment(

@@ -12,7 +12,7 @@ from jaxtyping import Float, UInt8
 from markupsafe import Markup
 
 from piston.inspection.open_loop import OpenLoop, Together, WorstMoment
-from piston.inspection.results import known_mean
+from piston.inspection.results import evenly, known_mean
 from piston.report.document import render, small_plot
 from piston.report.figures import Line
 
@@ -69,7 +69,7 @@ def _one_after_the_other(result: OpenLoop) -> list[tuple[int, int]]:
 
 def _line(x: np.ndarray, y: np.ndarray, opacity: float = 1.0) -> Line:
     """Return a curve with few points, which has the first and the last."""
-    chosen = np.unique(np.linspace(0, len(x) - 1, _MAX_POINTS // 4).round().astype(int))
+    chosen = evenly(len(x), _MAX_POINTS // 4)
     return Line(x[chosen], y[chosen], "accent", opacity=opacity)
 
 

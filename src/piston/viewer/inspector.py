@@ -190,14 +190,15 @@ class _Endpoints:
     def _moment(self, episode: int, number: int) -> dict[str, Any]:
         frame = self._frame(episode, number)
         dims = state_dims(self._probe.policy, frame.observation)
-        values = [np.ravel(frame.observation[dim.key])[dim.position] for dim in dims]
+        values = [dim.of(frame.observation) for dim in dims]
         recorded = frame.recorded[frame.is_real]
         return as_json({"prompt": frame.prompt, "state": values, "recorded": recorded})
 
     def _act(self, episode: int, number: int, change: Intervention) -> dict[str, Any]:
         started = time.perf_counter()
         base = self._unchanged(episode, number)
-        answer = {"base": _fan(base), "changed": None, "effect": None, "note": None}
+        answer: dict[str, Any] = {"base": _fan(base)}
+        answer |= dict.fromkeys(("changed", "effect", "note"))
         if change != Intervention():
             changed = self._chunks(episode, number, change)
             answer |= {"changed": _fan(changed), "effect": self._effect(base, changed)}
@@ -250,12 +251,11 @@ class _Endpoints:
             return Occlusion(self._map_probe, self._frames).background(camera)
 
     def _encode(self, episode: int, frame: int, camera: str) -> bytes:
-        images = self._probe.pictures(self._frame(episode, frame))
-        if camera not in images:
-            raise LookupError(f"There is no camera {camera!r}; there is {', '.join(images)}.")
+        occlusion = Occlusion(self._map_probe, self._frames)
+        image = Image.fromarray(occlusion.picture(self._frame(episode, frame), camera))
         buffer = io.BytesIO()
         # Speed rather than size: the image does not leave the machine.
-        Image.fromarray(images[camera]).save(buffer, "PNG", compress_level=1)
+        image.save(buffer, "PNG", compress_level=1)
         return buffer.getvalue()
 
     def _chunks(
