@@ -301,14 +301,7 @@ class _Turns:
 
 
 async def _read_question(request: Request) -> tuple[dict[str, Any], str, list[int]]:
-    """Return the request's object, the client, and the episode and frame."""
-    body = await _read_object(request)
-    place = [from_json(body.get(key), int, key) for key in ("episode", "frame")]
-    return body, from_json(body.get("client"), str, "client"), place
-
-
-async def _read_object(request: Request) -> dict[str, Any]:
-    """Return the JSON object of a request's body."""
+    """Return the JSON object of a request's body, the client, and the episode and frame."""
     content = bytearray()
     async for part in request.stream():
         content += part
@@ -320,4 +313,5 @@ async def _read_object(request: Request) -> dict[str, Any]:
         raise ValueError(f"The request is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise ValueError(f"The request is a {type(body).__name__}; expected an object.")
-    return body
+    place = [from_json(body.get(key), int, key) for key in ("episode", "frame")]
+    return body, from_json(body.get("client"), str, "client"), place
