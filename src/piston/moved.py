@@ -31,6 +31,7 @@ MOVED = {
     "piston.client": "piston_client",
     "piston.data.recorder": "piston.data.record",
     "piston.inspection.server": "piston.viewer.inspector",
+    "piston.report.markup": "piston.report.figures",
 }
 
 

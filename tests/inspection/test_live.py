@@ -13,7 +13,8 @@ from piston.data.record import Recorder
 from piston.inference.policy import Policy
 from piston.inference.recording import RecordingPolicy
 from piston.inspection import Frames
-from piston.inspection.live import ComparedSet, compare, compare_sets
+from piston.inspection.live import compare, compare_sets
+from piston.inspection.live_pictures import ComparedSet
 from piston.inspection.live_verdicts import live_verdicts
 from piston.inspection.results import as_json
 from piston.robots import RobotInputs

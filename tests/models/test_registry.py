@@ -77,7 +77,7 @@ def test_it_trains_serves_and_is_inspected(preset, tmp_path):
 
     plan = Plan(frames=1, seeds=2, maps=0, episodes=1)
     found = compute(policy, Frames.open(policy, preset.data.repo_id), plan=plan)
-    assert found.about.family == "π0 with a deep head"
+    assert found.about["family"] == "π0 with a deep head"
     assert found.inside is not None
 
 

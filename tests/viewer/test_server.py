@@ -14,9 +14,8 @@ import pytest
 from PIL import Image
 
 from piston.inspection import Box, Intervention, Probe
-from piston.inspection.answers import NUM_SEEDS
 from piston.inspection.occlusion import Occlusion
-from piston.viewer.inspector import _Turns
+from piston.viewer.inspector import NUM_SEEDS, _Turns
 from piston.viewer.serve import listen
 
 from .page_cases import (

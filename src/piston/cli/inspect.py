@@ -71,7 +71,7 @@ class InspectArguments:
 def inspect(arguments: InspectArguments) -> None:
     _check(arguments)
     from piston.inspection import Frames, Plan, as_json, compute
-    from piston.report.inspection import inspection_page, write_inspection
+    from piston.report.inspection import inspection_page
 
     listener = None
     if arguments.html is None and arguments.json is None:
@@ -93,14 +93,15 @@ def inspect(arguments: InspectArguments) -> None:
     _show(overview)
     written = []
     if arguments.html is not None:
-        written.append(write_inspection(overview, arguments.html))
+        write_text(arguments.html, inspection_page(overview))
+        written.append(arguments.html)
     if arguments.json is not None:
         write_text(arguments.json, json.dumps(as_json(overview)) + "\n")
         written.append(arguments.json)
     for path in written:
         console().print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)", highlight=False)
     if not written:
-        title = f"{arguments.checkpoint}, {overview.about.data}"
+        title = f"{arguments.checkpoint}, {overview.about['data']}"
         overview_html = inspection_page(overview)
         app = make_inspector(policy, frames, overview_html, title=title, host=arguments.host)
         if not run(app, host=arguments.host, listener=listener, open_browser=arguments.browser):
@@ -185,7 +186,7 @@ def _show(overview: Overview) -> None:
     screen = console()
     about = overview.about
     count = len(overview.moments)
-    screen.print(f"{about.policy}, {count} frame{'s' * (count != 1)} of {about.data}")
+    screen.print(f"{about['policy']}, {count} frame{'s' * (count != 1)} of {about['data']}")
     if not overview.verdicts:
         screen.print("Nothing was found that looks wrong.")
         return

@@ -24,6 +24,7 @@ from piston.data.pipeline import action_names, open_source
 from piston.data.samples import PADDING_KEY, PromptFromItem
 from piston.inference.policy import Policy
 from piston.inference.recording import ACTION, CHUNK, NO_PROMPT, recorded_column
+from piston.inspection.results import evenly
 from piston.transforms import Data, Group, RepackTransform, compose, flatten_dict
 
 
@@ -33,6 +34,9 @@ class StateDim(NamedTuple):
     name: str
     key: str
     position: int
+
+    def of(self, observation: Mapping[str, Any]) -> float:
+        return float(np.ravel(observation[self.key])[self.position])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +203,7 @@ class Frames:
     def spread_out(self, count: int) -> list[tuple[int, int]]:
         """Return places from as many episodes as possible, at varying moments in them."""
         episodes = list(self._bounds)
-        chosen = np.linspace(0, len(episodes) - 1, min(count, len(episodes))).round().astype(int)
+        chosen = evenly(len(episodes), count)
         places = []
         for number in range(count):
             episode = episodes[chosen[number % len(chosen)]]

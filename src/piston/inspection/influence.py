@@ -30,7 +30,7 @@ class Skipped(NamedTuple):
     reason: str
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Influence:
     """What every change of an input did, over all frames. NaN: it was not made in that frame.
 
@@ -43,16 +43,16 @@ class Influence:
     questions: tuple[InputChange, ...]
     # The mean absolute change of every action, in the robot's units and in spreads.
     change: Float[np.ndarray, "q h a"]
-    change_in_spreads: Float[np.ndarray, "q h a"] | None
+    change_in_spreads: Float[np.ndarray, "q h a"] | None = None
     # In one number: the root mean square over steps and dimensions, each in standard deviations of
     # the recorded actions; and the same divided by that of the spread.
     strength: Float[np.ndarray, " q"]
-    strength_in_spreads: Float[np.ndarray, " q"] | None
+    strength_in_spreads: Float[np.ndarray, " q"] | None = None
     strength_per_frame: Float[np.ndarray, "f q"]
     # The standard deviation over noise seeds in the robot's units, and in one number.
-    spread: Float[np.ndarray, "h a"] | None
-    noise: float | None
-    noise_per_frame: Float[np.ndarray, " f"] | None
+    spread: Float[np.ndarray, "h a"] | None = None
+    noise: float | None = None
+    noise_per_frame: Float[np.ndarray, " f"] | None = None
     # How much of an error of a state remains in the action of the same name, per step: 1 means that
     # the whole error is carried on, 0 that it is corrected.
     carried_names: tuple[str, ...]
@@ -72,24 +72,20 @@ def influence(
     if not places:
         raise ValueError("Influence is measured in at least one frame; none was given.")
     shown = [frames[place] for place in places]
-    made: list[dict[InputChange, Intervention]] = []
+    # The versions of each frame, by its place: first the unchanged one.
+    asked: list[tuple[int, InputChange | None, Intervention]] = []
     reasons: dict[InputChange, str] = {}
     for number in range(len(shown)):
-        made.append({})
+        asked.append((number, None, Intervention()))
         for key, change_or_reason in input_changes(probe, frames, shown, number):
             if isinstance(change_or_reason, str):
                 reasons[key] = change_or_reason
             else:
-                made[-1][key] = change_or_reason
-    versions = [
-        (frame, intervention)
-        for frame, changes in zip(shown, made, strict=True)
-        for intervention in (Intervention(), *changes.values())
-    ]
+                asked.append((number, key, change_or_reason))
+    versions = [(shown[number], intervention) for number, _, intervention in asked]
     chunks = probe.ask(versions, progress).astype(np.float64)
-    # Where the chunks of each frame begin: first the unchanged ones.
-    begins = np.cumsum([0, *(1 + len(changes) for changes in made[:-1])])
-    unchanged, scale = chunks[begins], frames.action_scale()
+    unchanged = chunks[[key is None for _, key, _ in asked]]
+    scale = frames.action_scale()
     if unchanged.shape[-1] != len(scale):
         raise ValueError(
             f"The policy has {unchanged.shape[-1]} actions, the dataset {len(scale)}: the dataset "
@@ -97,19 +93,21 @@ def influence(
         )
     # The robot names its states and actions alike; a dataset may have other names.
     names = probe.policy.metadata.get("actions", {}).get("names") or frames.action_names
-    questions = tuple(dict.fromkeys(key for changes in made for key in changes))
+    questions = tuple(dict.fromkeys(key for _, key, _ in asked if key is not None))
     change = np.full((len(shown), len(questions), *unchanged.shape[2:]), np.nan)
     strength = np.full(change.shape[:2], np.nan)
     carried: dict[str, list[np.ndarray]] = {}
-    for frame, (begin, changes) in enumerate(zip(begins, made, strict=True)):
-        for number, (key, intervention) in enumerate(changes.items(), start=begin + 1):
-            difference, place = chunks[number] - chunks[begin], questions.index(key)
-            change[frame, place] = np.abs(difference).mean(0)
-            strength[frame, place] = in_one_number(difference, scale)
-            if key.change == "moved" and key.subject in names:
-                moved = difference[:, :, names.index(key.subject)].mean(0)
-                share = moved / intervention.state[key.subject]
-                carried.setdefault(key.subject, []).append(share)
+    for (frame, question, intervention), answer in zip(asked, chunks, strict=True):
+        if question is None:
+            continue
+        place = questions.index(question)
+        difference = answer - unchanged[frame]
+        change[frame, place] = np.abs(difference).mean(0)
+        strength[frame, place] = in_one_number(difference, scale)
+        if question.change == "moved" and question.subject in names:
+            moved = difference[:, :, names.index(question.subject)].mean(0)
+            share = moved / intervention.state[question.subject]
+            carried.setdefault(question.subject, []).append(share)
     return Influence(
         places=tuple(places),
         action_names=frames.action_names,
@@ -135,15 +133,7 @@ def _over_frames(
     share = (asked / asked.sum(0)).T  # of each frame in the mean of a question
     mean_change = np.einsum("qf,fqha->qha", share, np.nan_to_num(change))
     mean_strength = np.sqrt((share * np.nan_to_num(strength.T) ** 2).sum(1))
-    found: dict[str, Any] = {
-        "change": mean_change,
-        "change_in_spreads": None,
-        "strength": mean_strength,
-        "strength_in_spreads": None,
-        "spread": None,
-        "noise": None,
-        "noise_per_frame": None,
-    }
+    found: dict[str, Any] = {"change": mean_change, "strength": mean_strength}
     if unchanged.shape[1] > 1:
         spreads = seed_spread(unchanged)
         noise = np.array([in_one_number(spread, scale) for spread in spreads])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -92,7 +93,7 @@ def inside(probe: Probe, frame: Frame, intervention: Intervention | None = None)
         rows[layer].append(weights[0, :, -model.config.action_horizon :].mean((0, 1)))
 
     with record_attention(model.action_expert.layers, record):
-        path, text = _denoised(policy, seen, probe.noise[0])
+        path, text = denoise(policy, seen, probe.noise[0])
     shares = torch.stack([torch.stack(steps).mean(0) for steps in rows]).cpu().numpy()
     observation, dim = intervention.on_robot(policy, frame.observation), frame.recorded.shape[-1]
     to_model = compose(policy.data.input_transforms(training=False))
@@ -105,18 +106,13 @@ def inside(probe: Probe, frame: Frame, intervention: Intervention | None = None)
     )
 
 
-def denoising_path(
-    policy: Policy, seen: Data, noise: Float[np.ndarray, "h a"]
-) -> Float[np.ndarray, "k h a"]:
-    """Return the noisy actions before each step of the integrator, and the result."""
-    return _denoised(policy, seen, noise)[0]
-
-
 @torch.no_grad()
-def _denoised(
+def denoise(
     policy: Policy, seen: Data, noise: Float[np.ndarray, "h a"]
 ) -> tuple[Float[np.ndarray, "k h a"], list[int]]:
-    """Return the path, and the tokens of the text that the model wrote, without its end."""
+    """Return the noisy actions before each step of the integrator and the result, and the tokens of
+    the text that the model wrote, without its end.
+    """
     start = torch.from_numpy(noise[None]).to(policy.device)
     options = ActOptions(start, num_steps=policy.num_steps)
     _, text, path = policy.model.act_with(observed(policy, [seen]), options)
@@ -136,11 +132,12 @@ def record_attention(
     """
     queries: dict[int, Tensor] = {}
 
-    def keep_queries(number: int, output: Tensor) -> None:
+    def keep_queries(number: int, _module: object, _inputs: object, output: Tensor) -> None:
         queries[number] = output
 
-    def compute(number: int, layer: ExpertLayer, inputs: Any, cache: KVCache) -> None:
+    def compute(number: int, layer: ExpertLayer, inputs: Any, output: Any) -> None:
         _, _, rope, mask, *_ = inputs
+        cache: KVCache = output[1]
         size = layer.attention.size
         heads = (size.num_heads, size.head_dim)
         query = rope.rotate(queries.pop(number).unflatten(-1, heads)).transpose(1, 2)
@@ -151,15 +148,10 @@ def record_attention(
         record(number, logits.softmax(-1))
 
     with contextlib.ExitStack() as hooks:
-        for i, layer in enumerate(layers):
-            on_query = layer.attention.query.register_forward_hook(
-                lambda _module, _inputs, output, i=i: keep_queries(i, output)
-            )
-            on_layer = layer.register_forward_hook(
-                lambda module, inputs, output, i=i: compute(i, module, inputs, output[1])
-            )
-            hooks.callback(on_query.remove)
-            hooks.callback(on_layer.remove)
+        for number, layer in enumerate(layers):
+            keep, use = (functools.partial(hook, number) for hook in (keep_queries, compute))
+            hooks.callback(layer.attention.query.register_forward_hook(keep).remove)
+            hooks.callback(layer.register_forward_hook(use).remove)
         yield
 
 

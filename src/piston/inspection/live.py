@@ -14,10 +14,10 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from piston.inference.policy import Policy
-from piston.inspection.frames import Frames, camera_names
+from piston.inspection.frames import Frames
 from piston.inspection.live_motion import camera_delay, still_share
-from piston.inspection.live_numbers import Dimension, Numbers, Timing, compare_states
-from piston.inspection.live_pictures import Camera, SampledImages, compare_camera
+from piston.inspection.live_numbers import Dimension, Timing, compare_states
+from piston.inspection.live_pictures import Camera, ComparedSet, compare_camera
 from piston.progress import Progress, no_progress
 
 # Images that are read of each set.
@@ -39,18 +39,6 @@ class Comparison:
     undecided: list[str]
 
 
-class ComparedSet:
-    """What is compared of one set: all its numbers, and some images."""
-
-    def __init__(
-        self, policy: Policy, frames: Frames, num_images: int, progress: Progress = no_progress
-    ) -> None:
-        self.frames = frames
-        self.cameras = camera_names(policy)
-        self.numbers = Numbers(policy, frames)
-        self.images = SampledImages(policy, frames, num_images, progress)
-
-
 def compare(
     policy: Policy, training: Frames, live: Frames, progress: Progress = no_progress
 ) -> Comparison:
@@ -58,28 +46,27 @@ def compare(
     total = TRAINING_IMAGES + LIVE_IMAGES
 
     ours = ComparedSet(policy, training, TRAINING_IMAGES, lambda n, *_: progress(n, total))
-    before = len(ours.images.rows)
+    before = len(ours.rows)
     theirs = ComparedSet(policy, live, LIVE_IMAGES, lambda n, *_: progress(before + n, total))
     return compare_sets(ours, theirs)
 
 
 def compare_sets(training: ComparedSet, live: ComparedSet) -> Comparison:
-    ours, theirs = training.numbers, live.numbers
-    if ours.names != theirs.names:
+    if training.names != live.names:
         raise ValueError(
-            f"The state of {live.frames.source.metadata.root} is {', '.join(theirs.names)}; "
-            f"expected {', '.join(ours.names)}, as in training."
+            f"The state of {live.frames.source.metadata.root} is {', '.join(live.names)}; "
+            f"expected {', '.join(training.names)}, as in training."
         )
     new = {}
     if training.frames.pipeline.prompt_from_task:
-        known = ours.prompts()
-        new = {text: share for text, share in theirs.prompts().items() if text not in known}
-    timing = theirs.timing(ours)
-    cameras = [_compare_camera(slot, training, live) for slot in training.images.pictures]
+        known = training.prompts()
+        new = {text: share for text, share in live.prompts().items() if text not in known}
+    timing = live.timing(training)
+    cameras = [_compare_camera(slot, training, live) for slot in training.pictures]
     return Comparison(
-        num_training_frames=len(ours.states),
-        num_live_frames=len(theirs.states),
-        dimensions=compare_states(ours, theirs, timing),
+        num_training_frames=len(training.states),
+        num_live_frames=len(live.states),
+        dimensions=compare_states(training, live, timing),
         cameras=cameras,
         timing=timing,
         new_prompts=new,
@@ -88,12 +75,11 @@ def compare_sets(training: ComparedSet, live: ComparedSet) -> Comparison:
 
 
 def _compare_camera(slot: str, training: ComparedSet, live: ComparedSet) -> Camera:
-    camera = compare_camera(slot, training.cameras, training.images, live.images)
+    camera = compare_camera(slot, training, live)
     if camera.live_picture is None:
         return camera
-    ours, theirs = (training.numbers, training.images), (live.numbers, live.images)
-    delay, error = camera_delay(slot, ours, theirs) or (None, None)
-    still = still_share(slot, ours, theirs)
+    delay, error = camera_delay(slot, training, live) or (None, None)
+    still = still_share(slot, training, live)
     return dataclasses.replace(camera, still=still, delay=delay, delay_error=error)
 
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Float, Int
 
-from piston.inspection.live_numbers import Numbers
-from piston.inspection.live_pictures import SampledImages
+from piston.inspection.live_pictures import ComparedSet
 
 # Two moments of an episode show motion if a dimension differs by so many standard deviations.
 _MOVED = 0.5
@@ -31,15 +30,12 @@ _EXPLAINED = 0.6
 _MAX_LAG, _LAG_STEP = 0.5, 0.01
 
 
-def still_share(
-    slot: str, training: tuple[Numbers, SampledImages], live: tuple[Numbers, SampledImages]
-) -> float | None:
+def still_share(slot: str, training: ComparedSet, live: ComparedSet) -> float | None:
     """Return in which share of the moments with motion the camera stands still.
 
     None if there are too few, or if the camera does not show the motion in training either.
     """
-    spread = training[0].scale
-    known, theirs = (_changes(slot, *one, spread) for one in (training, live))
+    known, theirs = (_changes(slot, one, training.scale) for one in (training, live))
     if min(len(known), len(theirs)) < _MIN_MOMENTS:
         return None
     usual = float(np.quantile(known, _RARELY))
@@ -49,34 +45,31 @@ def still_share(
 
 
 def _changes(
-    slot: str, numbers: Numbers, sample: SampledImages, spread: Float[np.ndarray, " d"]
+    slot: str, images: ComparedSet, spread: Float[np.ndarray, " d"]
 ) -> Float[np.ndarray, " m"]:
     """Return how much the picture changes between successive moments with motion."""
-    grey = sample.small(slot).mean(-1)
+    grey = images.small(slot).mean(-1)
     size = grey.shape[1] // _PARTS
     differences = np.abs(np.diff(grey, axis=0)).reshape(-1, _PARTS, size, _PARTS, size)
-    states = numbers.states[sample.rows]
+    states = images.states[images.rows]
     moved = (np.abs(np.diff(states, axis=0)) / spread).max(1) > _MOVED
-    same = sample.episodes[1:] == sample.episodes[:-1]
+    same = images.episodes[1:] == images.episodes[:-1]
     return differences.mean((2, 4)).max((1, 2))[moved & same]
 
 
-def camera_delay(
-    slot: str, training: tuple[Numbers, SampledImages], live: tuple[Numbers, SampledImages]
-) -> tuple[float, float] | None:
+def camera_delay(slot: str, training: ComparedSet, live: ComparedSet) -> tuple[float, float] | None:
     """Return by how many seconds the camera is late, and the share of the error that remains.
 
     The error is that of the state, estimated from the images. None if these do not show it, or if
     there are too few, or too rarely.
     """
-    numbers, sample = live
-    times, pairs = numbers.times(), numbers.pairs()
+    times, pairs = live.times(), live.pairs()
     if not len(pairs) or np.median(times[pairs + 1] - times[pairs]) > _MAX_LAG:
         return None
-    scale = training[0].scale
-    images, states = _flat(slot, training[1]), training[0].states[training[1].rows] / scale
+    scale = training.scale
+    images, states = _flat(slot, training), training.states[training.rows] / scale
     # Each half of the episodes is estimated from the other half.
-    odd = np.unique(training[1].episodes, return_inverse=True)[1] % 2 == 1
+    odd = np.unique(training.episodes, return_inverse=True)[1] % 2 == 1
     guessed = np.zeros_like(states)
     for part in (odd, ~odd):
         if part.any() and not part.all():
@@ -84,9 +77,9 @@ def camera_delay(
     left = ((states - guessed) ** 2).sum(0)
     total = ((states - states.mean(0)) ** 2).sum(0)
     seen = np.flatnonzero(left < (1 - _EXPLAINED) * np.maximum(total, 1e-9))
-    ours = _errors_by_lag(guessed[:, seen], *training, seen, scale)
-    guessed = _estimate(_flat(slot, sample), images, states)
-    theirs = _errors_by_lag(guessed[:, seen], *live, seen, scale)
+    ours = _errors_by_lag(guessed[:, seen], training, seen, scale)
+    guessed = _estimate(_flat(slot, live), images, states)
+    theirs = _errors_by_lag(guessed[:, seen], live, seen, scale)
     if ours is None or theirs is None:
         return None
     usual, found = int(ours.argmin()), int(theirs.argmin())
@@ -98,20 +91,19 @@ _LAGS = np.arange(-_MAX_LAG, _MAX_LAG + _LAG_STEP / 2, _LAG_STEP)
 
 def _errors_by_lag(
     guessed: Float[np.ndarray, "n s"],
-    numbers: Numbers,
-    sample: SampledImages,
+    images: ComparedSet,
     seen: Int[np.ndarray, " s"],
     scale: Float[np.ndarray, " d"],
 ) -> Float[np.ndarray, " l"] | None:
     """Return the mean square error of the state at each lag from the moment of the image."""
     errors = [np.empty((0, len(_LAGS)))]
-    times = numbers.times()
-    for begin, end in numbers.bounds:
-        chosen = (sample.rows >= begin) & (sample.rows < end)
-        asked = times[sample.rows[chosen]][:, None] + _LAGS
+    times = images.times()
+    for begin, end in images.bounds:
+        chosen = (images.rows >= begin) & (images.rows < end)
+        asked = times[images.rows[chosen]][:, None] + _LAGS
         inside = (asked[:, 0] >= times[begin]) & (asked[:, -1] <= times[end - 1])
         for place, dim in enumerate(seen):
-            states = numbers.states[begin:end, dim] / scale[dim]
+            states = images.states[begin:end, dim] / scale[dim]
             then = np.interp(asked[inside], times[begin:end], states)
             errors.append((then - guessed[chosen][inside, place, None]) ** 2)
     together = np.concatenate(errors)
@@ -135,6 +127,6 @@ def _estimate(
     return (images - mean) @ known.T @ weights + centre
 
 
-def _flat(slot: str, sample: SampledImages) -> Float[np.ndarray, "n p"]:
-    small = sample.small(slot).astype(np.float64) / 255
+def _flat(slot: str, images: ComparedSet) -> Float[np.ndarray, "n p"]:
+    small = images.small(slot).astype(np.float64) / 255
     return small.reshape(len(small), -1)

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from piston.inference.policy import Policy
 from piston.inference.recording import CHUNK, EXECUTED, NO_PROMPT, TIME
@@ -150,11 +150,6 @@ class Numbers:
         """Return the states of each episode as one sees them who asks in `every` so many frames."""
         return [self.states[begin:end:every] for begin, end in self.bounds]
 
-    def pairs_seen(self, every: int) -> Bool[np.ndarray, " p"]:
-        """Return which pairs end at a frame that `seen` has."""
-        ends = [np.arange(1, end - begin) for begin, end in self.bounds]
-        return np.concatenate(ends) % every == 0
-
     def after_targets(self, training: Numbers) -> Float[np.ndarray, "p d"]:
         """Return each next state less the target before it; NaN for those without a target."""
         rows, known = self.pairs(), self._actions >= 0
@@ -238,15 +233,14 @@ def compare_states(training: Numbers, live: Numbers, timing: Timing) -> list[Dim
     means = np.stack([one.mean(0) for one in seen])
     uncertain = np.sqrt(1 / len(live.bounds) + 1 / len(training.bounds))
     shift_limit = np.maximum(SHIFT_SPREADS, SHIFT_EPISODES * means.std(0) / spread * uncertain)
-    offset, offset_limit, astray, astray_limit = _against_targets(training, live, every)
-    unreached = _unreached(training, live, seen)
+    against_targets = _against_targets(training, live, every)
+    unreached = _unreached(training, live, seen).tolist()
     found = []
     for i, name in enumerate(training.names):
         ours, theirs = training.states[:, i], live.states[:, i]
         edges = np.linspace(min(ours.min(), theirs.min()), max(ours.max(), theirs.max()), _BINS + 1)
         if edges[0] == edges[-1]:
             edges = edges[0] + np.linspace(-0.5, 0.5, _BINS + 1)
-        follows = not np.isnan(offset[i])
         found.append(
             Dimension(
                 name=name,
@@ -256,11 +250,11 @@ def compare_states(training: Numbers, live: Numbers, timing: Timing) -> list[Dim
                 outside=float(outside[:, i].mean()),
                 shift=float(shift[i]),
                 shift_limit=float(shift_limit[i]),
-                offset=float(offset[i]) if follows else None,
-                offset_limit=float(offset_limit[i]) if follows else None,
-                astray=float(astray[i]) if follows else None,
-                astray_limit=float(astray_limit[i]) if follows else None,
-                unreached=(float(unreached[0][i]), float(unreached[1][i])),
+                **{
+                    field: None if np.isnan(values[i]) else float(values[i])
+                    for field, values in against_targets.items()
+                },
+                unreached=tuple(unreached[i]),
                 edges=edges,
                 training_histogram=np.histogram(ours, edges)[0] / len(ours),
                 live_histogram=np.histogram(theirs, edges)[0] / len(theirs),
@@ -269,20 +263,18 @@ def compare_states(training: Numbers, live: Numbers, timing: Timing) -> list[Dim
     return found
 
 
-def _against_targets(
-    training: Numbers, live: Numbers, every: int
-) -> tuple[Float[np.ndarray, " d"], ...]:
-    """Return the offset of each state from its target, from where on it counts, how much the
-    difference varies, and from where on that counts.
+def _against_targets(training: Numbers, live: Numbers, every: int) -> dict[str, np.ndarray]:
+    """Return the fields of `Dimension` that compare states with the targets before them.
 
     NaN where a state does not follow a target in training, or is not seen `every` so many frames.
     """
     ours, theirs = (one.after_targets(training) for one in (training, live))
     # How far a state is behind depends on the moment of the task.
-    seen = ours[training.pairs_seen(every)]
+    in_episode = np.concatenate([np.arange(end - begin) for begin, end in training.bounds])
+    seen = ours[in_episode[training.pairs() + 1] % every == 0]
     if not len(seen) or not len(theirs):
-        unknown = np.full(len(training.names), np.nan)
-        return (unknown,) * 4
+        fields = ("offset", "offset_limit", "astray", "astray_limit")
+        return dict.fromkeys(fields, np.full(len(training.names), np.nan))
     episodes = training.episode_medians(ours)
     limit = np.maximum(
         OFFSET_SPREADS * np.maximum(ours.std(0), seen.std(0)),
@@ -294,22 +286,25 @@ def _against_targets(
     offset = np.where(is_steady, offset, 0.0)
     follows = ours.std(0) <= np.maximum(_FOLLOWS * training.spread, training.noise)
     astray_limit = np.maximum(ASTRAY, ASTRAY_TIMES * ours.std(0) / training.scale)
-    found = (offset, limit, theirs.std(0) / training.scale, astray_limit)
-    return tuple(np.where(follows, one, np.nan) for one in found)
+    found = {
+        "offset": offset,
+        "offset_limit": limit,
+        "astray": theirs.std(0) / training.scale,
+        "astray_limit": astray_limit,
+    }
+    return {field: np.where(follows, values, np.nan) for field, values in found.items()}
 
 
 def _unreached(
     training: Numbers, live: Numbers, seen: Sequence[Float[np.ndarray, "m d"]]
-) -> tuple[Float[np.ndarray, " d"], Float[np.ndarray, " d"]]:
+) -> Float[np.ndarray, "d 2"]:
     """Return `Dimension.unreached`; 0 if all live episodes are too short to come so far."""
     if live.lengths().max() < _LONG_ENOUGH * np.median(training.lengths()):
-        nothing = np.zeros(len(training.names))
-        return nothing, nothing
-    lows, highs = np.stack([one.min(0) for one in seen]), np.stack([one.max(0) for one in seen])
+        return np.zeros((len(training.names), 2))
+    below = live.states.min(0) - np.max([one.min(0) for one in seen], 0)
+    above = np.min([one.max(0) for one in seen], 0) - live.states.max(0)
     width = np.maximum(np.ptp(training.states, axis=0), training.noise)
-    below = (live.states.min(0) - lows.max(0)) / width
-    above = (highs.min(0) - live.states.max(0)) / width
-    return np.maximum(below, 0), np.maximum(above, 0)
+    return np.maximum(np.stack([below, above], axis=1) / width[:, None], 0)
 
 
 def _actions_of(policy: Policy, names: list[str]) -> Int[np.ndarray, " d"]:

@@ -18,9 +18,10 @@ from jaxtyping import Bool, Float, Int, UInt8
 from PIL import Image
 
 from piston.inference.policy import Policy
-from piston.inspection.frames import Frames, camera_paths
-from piston.inspection.results import NOT_IN_JSON
-from piston.progress import Progress
+from piston.inspection.frames import Frames, camera_names, camera_paths
+from piston.inspection.live_numbers import Numbers
+from piston.inspection.results import NOT_IN_JSON, evenly
+from piston.progress import Progress, no_progress
 from piston.transforms import Data, flatten_dict
 
 _SIDE = 32
@@ -127,11 +128,6 @@ class Camera:
         factors = [max(factor, _DARKEST) for factor in factors]
         return max(max(factor, 1 / factor) for factor in factors)
 
-    @property
-    def strangeness(self) -> float:
-        """The distance as it is, in those between episodes of training."""
-        return self.times_usual(NOTHING)
-
     def times_usual(self, cause: Hypothesis) -> float:
         """Return the distance without a cause in those between episodes of training, else 0."""
         if self.own_distance is None:
@@ -156,21 +152,27 @@ class Camera:
         return self.swapped_colour_distance / self.colour_distance
 
 
-class SampledImages:
-    """Images of some frames of a set, by the model's slots."""
+class ComparedSet(Numbers):
+    """What is compared of one set: all its numbers, and images of some frames by slot."""
 
-    def __init__(self, policy: Policy, frames: Frames, count: int, progress: Progress) -> None:
-        places = _moments(frames, count)
+    def __init__(
+        self, policy: Policy, frames: Frames, num_images: int, progress: Progress = no_progress
+    ) -> None:
+        super().__init__(policy, frames)
+        self.cameras = camera_names(policy)
+        places = _moments(frames, num_images)
         starts = dict(zip(frames.episodes, frames.source.episode_bounds[:, 0].tolist()))
         self.episodes = np.array([episode for episode, _ in places])
-        # Where they are in the set's columns.
+        # Where the images are in the set's columns.
         self.rows = np.array([starts[episode] + number for episode, number in places])
         self.sizes: dict[str, tuple[int, int]] = {}
         seen: dict[str, list[np.ndarray]] = {}
         for done, place in enumerate(places, start=1):
             observation = frames[place].observation
             images = _images(policy, observation)
-            self.sizes |= {slot: _size(image) for slot, image in images.items()}
+            for slot, image in images.items():
+                height, width = np.shape(image)[:2]
+                self.sizes[slot] = height, width
             if images:
                 whole = _with_all_cameras(policy.metadata["observation"], observation)
                 inputs = policy.prepare(whole).inputs
@@ -187,14 +189,12 @@ class SampledImages:
         return self._small[slot, share]
 
 
-def compare_camera(
-    slot: str, names: Mapping[str, str], training: SampledImages, live: SampledImages
-) -> Camera:
-    """Return what the images alone say; `names` are the robot's, by slot."""
+def compare_camera(slot: str, training: ComparedSet, live: ComparedSet) -> Camera:
+    """Return what the images alone say."""
     ours = training.small(slot)
     same = training.episodes[:, None] == training.episodes
     camera = Camera(
-        name=names.get(slot, slot),
+        name=training.cameras.get(slot, slot),
         slot=slot,
         training_size=training.sizes[slot],
         live_size=live.sizes.get(slot),
@@ -206,8 +206,7 @@ def compare_camera(
         return camera
     theirs = live.small(slot)
     distances = {
-        cause: _nearest(images, known)[0]
-        for cause, images, known in _undone(slot, names, training, live)
+        cause: _nearest(images, known)[0] for cause, images, known in _undone(slot, training, live)
     }
     colour, live_colour = _red_less_blue(ours), _red_less_blue(theirs)
     middle = len(theirs) // 2
@@ -248,7 +247,7 @@ _PIXELS: tuple[tuple[Hypothesis, Callable[[Small], Small]], ...] = (
 
 
 def _undone(
-    slot: str, names: Mapping[str, str], training: SampledImages, live: SampledImages
+    slot: str, training: ComparedSet, live: ComparedSet
 ) -> Iterator[tuple[Hypothesis, Small, Small]]:
     """Yield what may be wrong, the live images with it undone, and what they should be like."""
     ours, theirs = training.small(slot), live.small(slot)
@@ -261,7 +260,7 @@ def _undone(
         yield _zoomed("out", zoom), live.small(slot, 1 / zoom), ours
     for other in training.pictures:
         if other != slot:
-            name = f"camera {names.get(other, other)}"
+            name = f"camera {training.cameras.get(other, other)}"
             text = f"shows what {name} showed in training"
             yield Hypothesis(name, "cameras-swapped", text), theirs, training.small(other)
 
@@ -309,9 +308,9 @@ def _moments(frames: Frames, count: int) -> list[tuple[int, int]]:
     """Return about `count` places: from episodes that are spread over the set, evenly in each."""
     lengths = frames.episodes
     each = max(8, -(-count // len(lengths)))
-    chosen = np.linspace(0, len(lengths) - 1, min(len(lengths), -(-count // each))).round()
+    chosen = evenly(len(lengths), -(-count // each))
     places = set()
-    for number, episode in enumerate([*lengths][int(i)] for i in chosen):
+    for number, episode in enumerate([*lengths][i] for i in chosen):
         # The golden ratio lets the episodes' moments fall between one another.
         shares = (np.arange(each) + (0.5 + number * 0.6180339887) % 1) / each
         places |= {(episode, int(share * lengths[episode])) for share in shares}
@@ -333,8 +332,3 @@ def _with_all_cameras(described: Mapping[str, Any], observation: Mapping[str, An
         elif "slot" in about:
             whole.setdefault(name, np.zeros((8, 8, 3), np.uint8))
     return whole
-
-
-def _size(image: Any) -> tuple[int, int]:
-    height, width = np.shape(image)[:2]
-    return height, width

@@ -25,7 +25,7 @@ from piston.inspection.live_numbers import (
     Dimension,
     Timing,
 )
-from piston.inspection.live_pictures import ASPECT, BRIGHTNESS, Camera
+from piston.inspection.live_pictures import ASPECT, BRIGHTNESS, NOTHING, Camera
 from piston.inspection.results import Verdict, judge
 from piston.rules import Rule, Severity
 
@@ -65,12 +65,12 @@ def _explained(kind: str) -> Callable[[Camera], float | None]:
 
 def _camera(
     kind: str,
-    severity: Severity,
     limit: float | Callable[[Camera], float],
     message: str,
     number: Callable[[Camera], float | None],
     meaning: str,
     compare: Callable[[float, float], Any] = operator.gt,
+    severity: Severity = "problem",
 ) -> Rule[Camera]:
     message = f"camera {{of.name}} {message}"
     return Rule(kind, severity, limit, message, number, "{of.name}", meaning, compare)
@@ -84,7 +84,6 @@ _CAUSES = ("cameras-swapped", "camera-turned", "camera-zoomed", "red-blue-swappe
 CAMERA_RULES = (
     _camera(
         "camera-missing",
-        "problem",
         1.0,
         "is not in the live set; training has it.",
         lambda camera: 0.0 if camera.live_size is None else None,
@@ -93,7 +92,6 @@ CAMERA_RULES = (
     ),
     _camera(
         "camera-aspect",
-        "problem",
         1 + ASPECT,
         "sends {of.sizes}: the aspect differs, so that the model sees other borders or another "
         "part.",
@@ -103,7 +101,6 @@ CAMERA_RULES = (
     *(
         _camera(
             kind,
-            "problem",
             EXPLAINED,
             "{of.cause.text}: undoing this makes the distance of its images to those of training "
             "{number:.2f} of what it is.",
@@ -115,7 +112,6 @@ CAMERA_RULES = (
     ),
     _camera(
         "red-blue-swapped",
-        "problem",
         COLOUR,
         "has red and blue swapped: with both exchanged, the distance of its colours to those of "
         "training is {number:.2f} of what it is.",
@@ -126,7 +122,6 @@ CAMERA_RULES = (
     ),
     _camera(
         "camera-brightness",
-        "problem",
         lambda camera: camera.brightness_limit,
         "has {of.brightness:.2f} times the brightness and {of.contrast:.2f} times "
         "the contrast of training.",
@@ -136,17 +131,16 @@ CAMERA_RULES = (
     ),
     _camera(
         "camera-strange",
-        "remark",
         STRANGE,
         "shows something else than in training: its images are {number:.1f} times "
         "as far from those of training as these are from one another.",
-        lambda camera: camera.strangeness,
+        lambda camera: camera.times_usual(NOTHING),
         f"distance of images to training, divided by that between episodes of training, above "
         f"{STRANGE:g}",
+        severity="remark",
     ),
     _camera(
         "camera-frozen",
-        "problem",
         STILL,
         "shows the same image in {number:.0%} of the moments between which the robot moved.",
         lambda camera: camera.still,
@@ -154,7 +148,6 @@ CAMERA_RULES = (
     ),
     _camera(
         "camera-late",
-        "problem",
         LATE_CAMERA,
         "is {number:.2f} s late: its images fit the state of that time before, "
         "with {of.delay_error:.2f} of the error that they have now.",
@@ -166,12 +159,12 @@ CAMERA_RULES = (
 )
 SIZE_RULE = _camera(
     "camera-size",
-    "remark",
     1.0,
     "sends {of.sizes}.",
     lambda camera: camera.size_factor,
     "other number of pixels",
     operator.ne,
+    "remark",
 )
 
 STATE_RULES: tuple[Rule[Dimension], ...] = (

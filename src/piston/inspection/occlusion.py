@@ -22,7 +22,7 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, UInt8
@@ -74,21 +74,10 @@ class OcclusionMap:
         return values
 
 
-@dataclasses.dataclass(frozen=True)
-class _Cell:
+class _Cell(NamedTuple):
     box: Box
     effect: float
     value: float
-
-    def parts(self) -> list[Box]:
-        box = self.box
-        middle, centre = (box.left + box.right) / 2, (box.top + box.bottom) / 2
-        columns = ((box.left, middle), (middle, box.right))
-        rows = ((box.top, centre), (centre, box.bottom))
-        return [
-            Box(box.camera, left, top, right, bottom)
-            for (top, bottom), (left, right) in itertools.product(rows, columns)
-        ]
 
 
 class Occlusion:
@@ -144,13 +133,11 @@ class Occlusion:
             progress(asked, self._budget)
             return [in_one_number(self._chosen(change), self._scale) for change in changes]
 
-        sides = np.linspace(0, 1, _GRID + 1).tolist()
-        pairs = list(itertools.pairwise(sides))
-        boxes = [Box(camera, *(x[0], y[0], x[1], y[1])) for y, x in itertools.product(pairs, pairs)]
-        cells = [_Cell(box, *(found, found)) for box, found in zip(boxes, effects(boxes))]
+        boxes = _grid(Box(camera, 0, 0, 1, 1), _GRID)
+        cells = [_Cell(box, effect, effect) for box, effect in zip(boxes, effects(boxes))]
         smallest = max(_SMALLEST, 1 / min(seen.shape[:2]))
         while chosen := _largest(cells, smallest, min(_AT_ONCE, (self._budget - asked) // 4)):
-            parts = [cell.parts() for cell in chosen]
+            parts = [_grid(cell.box, 2) for cell in chosen]
             found = np.reshape(effects(list(itertools.chain(*parts))), (-1, 4))
             cells = [cell for cell in cells if cell not in chosen]
             for cell, boxes, own in zip(chosen, parts, found, strict=True):
@@ -228,6 +215,16 @@ def overlay_map(picture: Picture, found: OcclusionMap, largest: float | None = N
     opacity = _OPACITY * np.sqrt(np.clip(values, 0, 1))
     mixed: Picture = (enlarged * (1 - opacity) + opacity * np.array(_COLOR)).round().astype("u1")
     return mixed
+
+
+def _grid(box: Box, count: int) -> list[Box]:
+    """Divide a box into `count` rows of as many cells."""
+    columns = list(itertools.pairwise(np.linspace(box.left, box.right, count + 1).tolist()))
+    rows = itertools.pairwise(np.linspace(box.top, box.bottom, count + 1).tolist())
+    return [
+        Box(box.camera, left, top, right, bottom)
+        for (top, bottom), (left, right) in itertools.product(rows, columns)
+    ]
 
 
 def _around(cell: Box) -> Box:

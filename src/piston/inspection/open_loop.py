@@ -28,6 +28,8 @@ from piston.progress import Progress, no_progress
 # Asked frames of an episode at most, before those that seams need.
 _MAX_ASKED = 40
 _NUM_WORST = 8
+# Below this share of the error, the spread over seeds does not explain it.
+AGREED = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +92,53 @@ class OpenLoop:
         with np.errstate(divide="ignore", invalid="ignore"):
             ratios = np.abs(self.jumps) / self.largest_step
         return np.where(self.largest_step > NO_MOTION, ratios, np.nan)
+
+
+class Together:
+    """What the episodes of one dataset show together; errors are in standard deviations."""
+
+    def __init__(self, results: Sequence[OpenLoop]) -> None:
+        self.results = results
+        first = results[0]
+        self.names, self.execute_horizon = first.names, first.execute_horizon
+        # Of each episode, step of the chunk and dimension.
+        self.errors = np.stack([one.error_std for one in results])
+        self.worst_dim, self.worst_error = self._largest(self.mean_of(self.errors))
+        quarter = max(1, self.errors.shape[1] // 4)
+        self.first = float(known_mean(self.errors[:, :quarter]))
+        self.last = float(known_mean(self.errors[:, -quarter:]))
+        self.error = float(known_mean(self.errors))
+        self.standing_errors = np.stack([one.error_of_standing / one.std for one in results])
+        self.standing = float(known_mean(self.standing_errors))
+        jumps = np.concatenate([one.jump_ratios.reshape(-1, len(self.names)) for one in results])
+        # Not a number for dimensions that never move.
+        unknown = np.full(len(self.names), np.nan)
+        self.jumps = np.median(jumps, axis=0) if len(jumps) else unknown
+        self.jump_dim, self.jump = self._largest(self.jumps)
+
+    @property
+    def worst(self) -> str:
+        """Where the worst dimension is worst, and whether the seeds agree there."""
+        moments = [one for result in self.results for one in result.worst]
+        moments = [one for one in moments if one.dimension == self.worst_dim]
+        if not moments:
+            return ""
+        worst = max(moments, key=lambda one: one.error_std)
+        text = f"; it is worst at episode {worst.episode}, frame {worst.frame}"
+        text += f" ({worst.error_std:.2g})"
+        if self.results[0].chunks.shape[1] > 1:
+            agree = worst.seed_spread_std < AGREED * worst.error_std
+            meaning = "they agree on a wrong motion" if agree else "it is not sure what to do"
+            text += f", where noise seeds differ by {worst.seed_spread_std:.2g}: {meaning}"
+        return text
+
+    @staticmethod
+    def mean_of(values: Float[np.ndarray, "e h a"]) -> Float[np.ndarray, " a"]:
+        return known_mean(values.reshape(-1, values.shape[-1]), 0)
+
+    def _largest(self, values: Float[np.ndarray, " a"]) -> tuple[str, float]:
+        dim = int(np.nan_to_num(values).argmax())
+        return self.names[dim], float(values[dim])
 
 
 def open_loop(

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import itertools
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, UInt8
@@ -61,31 +63,6 @@ DEFAULT_PLAN = Plan()
 
 
 @dataclasses.dataclass(frozen=True)
-class About:
-    """What was inspected."""
-
-    policy: str
-    family: str
-    num_parameters: int
-    device: str
-    # Denoising steps; None for a model that writes tokens.
-    num_steps: int | None
-    robot: str
-    data: str
-    num_episodes: int
-    num_frames: int
-    # Frames per second.
-    fps: float
-    # Of a chunk.
-    num_actions: int
-    num_seeds: int
-    # The robot's name of the camera in each slot of the model.
-    cameras: Mapping[str, str]
-    action_names: tuple[str, ...]
-    state_names: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
 class Moment:
     """A frame that was asked about: what the model sees, and what it does, in the robot's units."""
 
@@ -105,7 +82,8 @@ class Moment:
 
 @dataclasses.dataclass(frozen=True)
 class Overview:
-    about: About
+    # What was inspected, by the names in `_about`.
+    about: Mapping[str, Any]
     # Problems first.
     verdicts: tuple[Verdict, ...]
     moments: tuple[Moment, ...]
@@ -145,33 +123,36 @@ def compute(
     # π0-FAST also sees the slots that the robot has no camera for.
     known = camera_names(policy)
     cameras = [slot for slot in probe.pictures(shown[0]) if slot in known or not known]
-    mapped = shown[: plan.maps]
+    num_mapped = min(plan.maps, len(shown))
+    num_maps = num_mapped * len(cameras)
+    num_questions = 3 * len(cameras) + len(shown[0].prompt.split()) + 5  # about, in a frame
+    num_questions += len(state_dims(policy, shown[0].observation))
     planned = {
-        "influence": len(shown) * _num_questions(probe, shown[0]),
-        "maps": len(mapped) * len(cameras) * plan.map_budget,
+        "influence": len(shown) * num_questions,
+        "maps": num_maps * plan.map_budget,
         **{f"episode {one}": _ALONG_EPISODE for one in along},
         **({} if live is None else {"live": _COMPARING}),
     }
-    steps = _Steps(planned, progress)
+    show = _in_one_count(planned, progress)
     _say_how_long(probe, shown[0], sum(planned.values()))
-    influenced = influence(probe, frames, chosen, steps.of("influence"))
-    maps: dict[int, tuple[OcclusionMap, ...]] = {}
-    if mapped and cameras:
+    influenced = influence(probe, frames, chosen, show["influence"])
+    maps: list[list[OcclusionMap]] = [[] for _ in shown]
+    if num_maps:
         occlusion = Occlusion(Probe(policy, range(_MAP_SEEDS)), frames, budget=plan.map_budget)
-        maps = dict(enumerate(_maps(occlusion, mapped, cameras, steps.of("maps"))))
-    moments = tuple(
-        _moment(probe, frame, influenced.unchanged[number], maps.get(number, ()))
-        for number, frame in enumerate(shown)
-    )
-    followed = [open_loop(probe, frames, one, progress=steps.of(f"episode {one}")) for one in along]
-    compared = None if live is None else compare(policy, frames, live, steps.of("live"))
+        asked = itertools.product(range(num_mapped), cameras)
+        for done, (number, camera) in enumerate(asked, start=1):
+            maps[number].append(occlusion.map(shown[number], camera))
+            show["maps"](done, num_maps)
+    moments = map(functools.partial(_moment, probe), shown, influenced.unchanged, maps)
+    followed = [open_loop(probe, frames, one, progress=show[f"episode {one}"]) for one in along]
+    compared = None if live is None else compare(policy, frames, live, show["live"])
     verdicts = influence_verdicts(influenced)
     verdicts += live_verdicts(compared) if compared else []
     verdicts += open_loop_verdicts(followed) if followed else []
     return Overview(
         about=_about(probe, frames, shown[0], name),
         verdicts=tuple(problems_first(verdicts)),
-        moments=moments,
+        moments=tuple(moments),
         influence=influenced,
         open_loop=tuple(followed),
         inside=inside(probe, shown[0]) if plan.inside else None,
@@ -179,33 +160,19 @@ def compute(
     )
 
 
-class _Steps:
-    """One count for all parts. A part is as long as planned, whatever it counts itself."""
+def _in_one_count(planned: Mapping[str, int], progress: Progress) -> dict[str, Progress]:
+    """Return what each part reports to. It is as long as planned, whatever it counts itself."""
+    all_parts = sum(planned.values())
 
-    def __init__(self, planned: Mapping[str, int], progress: Progress) -> None:
-        self._planned, self._progress = planned, progress
-        self._finished: list[str] = []
-        self._began = time.perf_counter()
-
-    def of(self, part: str) -> Progress:
-        now = time.perf_counter()
-        if self._finished:
-            logger.debug("%s took %.1f s", self._finished[-1], now - self._began)
-        self._began, before = now, sum(self._planned[one] for one in self._finished)
-        self._finished.append(part)
-        planned = sum(self._planned.values())
-
+    def part_of(part: str, before: int) -> Progress:
         def show(done: int, total: int | None = None, note: str = "") -> None:
             share = done / total if total else 0.0
-            self._progress(before + round(share * self._planned[part]), planned, note or part)
+            progress(before + round(share * planned[part]), all_parts, note or part)
 
         return show
 
-
-def _num_questions(probe: Probe, frame: Frame) -> int:
-    """Return about how many questions about the influence of inputs a frame has."""
-    cameras, states = camera_names(probe.policy), state_dims(probe.policy, frame.observation)
-    return 3 * len(cameras) + len(frame.prompt.split()) + len(states) + 5
+    begins = itertools.accumulate(planned.values(), initial=0)
+    return {part: part_of(part, begin) for part, begin in zip(planned, begins)}
 
 
 def _say_how_long(probe: Probe, frame: Frame, num_questions: int) -> None:
@@ -222,30 +189,33 @@ def _say_how_long(probe: Probe, frame: Frame, num_questions: int) -> None:
         )
 
 
-def _about(probe: Probe, frames: Frames, frame: Frame, name: str) -> About:
+def _about(probe: Probe, frames: Frames, frame: Frame, name: str) -> dict[str, Any]:
     policy = probe.policy
     config = policy.model.config
-    return About(
-        policy=name,
-        family=config.family,
-        num_parameters=policy.num_parameters,
-        device=str(policy.device),
-        num_steps=policy.num_steps if config.denoises else None,
-        robot=str(policy.metadata.get("robot", "")),
-        data=str(frames.pipeline.repo_id),
-        num_episodes=len(frames.episodes),
-        num_frames=sum(frames.episodes.values()),
-        fps=frames.fps,
-        num_actions=len(frame.recorded),
-        num_seeds=1 if probe.noise is None else len(probe.noise),
-        cameras=camera_names(policy),
-        action_names=frames.action_names,
-        state_names=tuple(dim.name for dim in state_dims(policy, frame.observation)),
-    )
+    return {
+        "policy": name,
+        "family": config.family,
+        "num_parameters": policy.num_parameters,
+        "device": str(policy.device),
+        # Denoising steps; None for a model that writes tokens.
+        "num_steps": policy.num_steps if config.denoises else None,
+        "robot": str(policy.metadata.get("robot", "")),
+        "data": str(frames.pipeline.repo_id),
+        "num_episodes": len(frames.episodes),
+        "num_frames": sum(frames.episodes.values()),
+        "fps": frames.fps,
+        # Of a chunk.
+        "num_actions": len(frame.recorded),
+        "num_seeds": probe.num_seeds,
+        # The robot's name of the camera in each slot of the model.
+        "cameras": camera_names(policy),
+        "action_names": frames.action_names,
+        "state_names": tuple(dim.name for dim in state_dims(policy, frame.observation)),
+    }
 
 
 def _moment(
-    probe: Probe, frame: Frame, chunks: Float[np.ndarray, "n h a"], maps: tuple[OcclusionMap, ...]
+    probe: Probe, frame: Frame, chunks: Float[np.ndarray, "n h a"], maps: Sequence[OcclusionMap]
 ) -> Moment:
     frame.error(chunks)  # Raises ValueError if they cannot be compared.
     return Moment(
@@ -256,18 +226,5 @@ def _moment(
         predicted=chunks.mean(0),
         spread=seed_spread(chunks),
         recorded=np.where(frame.is_real[:, None], frame.recorded, np.nan),
-        maps=maps,
+        maps=tuple(maps),
     )
-
-
-def _maps(
-    occlusion: Occlusion, shown: Sequence[Frame], cameras: Sequence[str], progress: Progress
-) -> Iterator[tuple[OcclusionMap, ...]]:
-    """Yield the maps of each frame, in all cameras."""
-    done = itertools.count(1)
-    for frame in shown:
-        found = []
-        for camera in cameras:
-            found.append(occlusion.map(frame, camera))
-            progress(next(done), len(shown) * len(cameras))
-        yield tuple(found)

@@ -139,6 +139,11 @@ class Probe:
         # Counts what was computed.
         self.num_prefixes = self.num_chunks = 0
 
+    @property
+    def num_seeds(self) -> int:
+        """How many chunks each version has."""
+        return 1 if self.noise is None else len(self.noise)
+
     def chunks(
         self,
         frame: Frame | Mapping[str, Any],
@@ -160,7 +165,7 @@ class Probe:
             rows.setdefault(_prefix_of(seen), []).append(number)
         answers: list[np.ndarray | None] = [None] * len(prepared)
         done = 0
-        for group in _batches(rows.values(), 1 if self.noise is None else len(self.noise)):
+        for group in _batches(rows.values(), self.num_seeds):
             found = self._answer([[prepared[number] for number in one] for one in group])
             for number, chunk in zip(itertools.chain(*group), found, strict=True):
                 answers[number] = chunk

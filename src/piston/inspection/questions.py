@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-import numpy as np
-
 from piston.inspection.frames import Frame, Frames, StateDim, state_dims
 from piston.inspection.probe import Intervention, Probe
 from piston.inspection.results import NO_MOTION
@@ -18,10 +16,9 @@ ALL = "all"
 
 _MARKS = ".,;:!?\"'()"
 _OPPOSITES = (
-    *(("open", "close"), ("left", "right"), ("push", "pull"), ("up", "down"), ("on", "off")),
-    *(("in", "out"), ("pick", "place"), ("lift", "lower"), ("front", "back")),
-    *(("top", "bottom"), ("upper", "lower"), ("insert", "remove"), ("near", "far")),
-    *(("first", "last"), ("forward", "backward"), ("fold", "unfold")),
+    "open close, left right, push pull, up down, on off, in out, pick place, lift lower, "
+    "front back, top bottom, upper lower, insert remove, near far, first last, forward backward, "
+    "fold unfold"
 )
 
 
@@ -63,11 +60,15 @@ def _of_cameras(probe: Probe, frame: Frame, other: Frame | None) -> Changes:
 
 def _of_words(prompt: str) -> Changes:
     words = prompt.split()
-    for place, word in enumerate(words):
-        repeated = words[: place + 1].count(word)
-        subject = word if repeated == 1 else f"{word} ({repeated})"
+    for place, subject in enumerate(word_subjects(words)):
         rest = " ".join(words[:place] + words[place + 1 :])
         yield InputChange("word", subject, "left out"), Intervention(prompt=rest)
+
+
+def word_subjects(words: Sequence[str]) -> list[str]:
+    """Return the subjects of the questions about words: each word, "wait (2)" if it is repeated."""
+    counts = [words[: place + 1].count(word) for place, word in enumerate(words)]
+    return [word if n == 1 else f"{word} ({n})" for word, n in zip(words, counts)]
 
 
 def _of_sentence(prompt: str, tasks: Sequence[str], number: int) -> Changes:
@@ -122,12 +123,13 @@ def _other_moment(frames: Frames, shown: Sequence[Frame], number: int) -> Frame 
 
 
 def _state(frame: Frame, dims: Sequence[StateDim]) -> dict[str, float]:
-    return {dim.name: float(np.ravel(frame.observation[dim.key])[dim.position]) for dim in dims}
+    return {dim.name: dim.of(frame.observation) for dim in dims}
 
 
 def opposite(sentence: str) -> str | None:
     """Return the sentence with every word that has a known opposite replaced by it, if any."""
-    table = {word: other for pair in _OPPOSITES for word, other in (pair, pair[::-1])}
+    pairs = [pair.split() for pair in _OPPOSITES.split(", ")]
+    table = {word: other for pair in pairs for word, other in (pair, pair[::-1])}
     words = sentence.split()
     changed = [_replaced(word, table) for word in words]
     return " ".join(changed) if changed != words else None

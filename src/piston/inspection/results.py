@@ -62,6 +62,11 @@ def known_mean(values: np.ndarray, axis: int | tuple[int, ...] | None = None) ->
         return np.nanmean(values, axis=axis)
 
 
+def evenly(length: int, count: int) -> list[int]:
+    """Return up to `count` numbers below `length`, evenly spread from the first to the last."""
+    return np.linspace(0, length - 1, min(count, length)).round().astype(int).tolist()
+
+
 def as_json(value: Any) -> Any:
     """Return dataclasses as objects and arrays as lists, with six digits; null is not a number."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -20,6 +20,7 @@ from piston.data.dataset import LeRobotDataset
 from piston.data.image_text import DatasetQuestions
 from piston.data.pipeline import open_sources, split_sources
 from piston.data.protocol import Dataset
+from piston.inspection.results import evenly
 from piston.progress import shortened
 from piston.report.document import Missing, render
 from piston.report.figures import Line, duration
@@ -167,7 +168,7 @@ def _first_frames(
     """Return how many episodes are shown, and their first frames with a text each."""
     count = min(_NUM_FIRST_FRAMES, len(source.episodes))
     frames = []
-    for position in np.linspace(0, len(source.episodes) - 1, count).round().astype(int).tolist():
+    for position in evenly(len(source.episodes), count):
         index = source.episodes[position].index
         images = source.frame(int(source.episode_bounds[position, 0]))
         frames += [

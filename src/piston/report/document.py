@@ -20,7 +20,6 @@ import jinja2
 from markupsafe import Markup
 
 import piston
-from piston.files import write_text
 from piston.report import figures
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -116,25 +115,13 @@ def attempt(make: Callable[..., T], *arguments: Any) -> T | Missing:
         return missing
 
 
-def write_page(
-    out: Path,
-    title: str,
-    subtitle: str,
-    cards: Sequence[Card],
-    sections: Mapping[str, Markup | Missing],
-) -> Path:
-    """Write a page with links to its sections; those that are missing are named at its end."""
-    write_text(out, page_text(title, subtitle, cards, sections))
-    return out
-
-
 def page_text(
     title: str,
     subtitle: str,
     cards: Sequence[Card],
     sections: Mapping[str, Markup | Missing],
 ) -> str:
-    """Return the same page as text."""
+    """Return a page with links to its sections; those that are missing are named at its end."""
     without: dict[str, list[str]] = {}  # reason → sections
     for name, section in sections.items():
         if isinstance(section, Missing):

@@ -5,21 +5,20 @@ Dims: q questions, h steps of a chunk, a action dim.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float, UInt8
 from markupsafe import Markup
 
-from piston.files import write_text
 from piston.inference.policy import Policy
 from piston.inspection.frames import Frames
 from piston.inspection.influence import Influence
 from piston.inspection.occlusion import overlay_map
 from piston.inspection.overview import Moment, Overview, Plan, compute
-from piston.inspection.questions import ALL, InputChange
+from piston.inspection.questions import ALL, InputChange, word_subjects
 from piston.inspection.results import Verdict
 from piston.report.dataset import data_may_be_missing
 from piston.report.document import Card, page_text, render, small_plot
@@ -48,23 +47,18 @@ _SENTENCES = {
 }
 
 
-def write_inspection(overview: Overview, out: Path) -> Path:
-    """Write the overview as one self-contained page."""
-    write_text(out, inspection_page(overview))
-    return out
-
-
 def inspection_page(overview: Overview) -> str:
-    """Return the same page as text."""
+    """Return the overview as one self-contained page."""
     about = overview.about
-    what = f"{about.family} on {about.robot}, data set {about.data}"
-    subtitle = f"{about.policy}: {what}" if about.policy else what
+    subtitle = f"{about['family']} on {about['robot']}, data set {about['data']}"
+    if about["policy"]:
+        subtitle = f"{about['policy']}: {subtitle}"
     return page_text("Why it does that", subtitle, list(_cards(overview)), sections(overview))
 
 
 def sections(overview: Overview) -> dict[str, Markup]:
     """Return all sections by title."""
-    about = overview.about
+    cameras = overview.about["cameras"]
     shown = {
         "Conclusions": verdicts(overview.verdicts),
         "What each input changes": influence(overview),
@@ -74,11 +68,11 @@ def sections(overview: Overview) -> dict[str, Markup]:
     if overview.live is not None:
         shown["Training against live"] = live_section(overview.live)
     if overview.open_loop:
-        shown["Along an episode"] = open_loop_section(overview.open_loop, about.cameras)
+        shown["Along an episode"] = open_loop_section(overview.open_loop, cameras)
     shown["Moments"] = moments(overview)
     if overview.inside is not None:
-        names = about.action_names
-        shown["Inside one inference"] = inside_section(overview.inside, names, about.cameras)
+        names = overview.about["action_names"]
+        shown["Inside one inference"] = inside_section(overview.inside, names, cameras)
     return shown
 
 
@@ -119,14 +113,14 @@ def _cards(overview: Overview) -> Iterator[Card]:
     remarks = len(overview.verdicts) - problems
     yield Card("problems", str(problems), f"and {remarks} remark{'s' * (remarks != 1)}")
     frames = len(overview.moments)
-    yield Card("frames asked", str(frames), f"of {about.num_frames:,} in the data set")
-    if about.num_steps is not None:
-        steps = f"of noise; {about.num_steps} denoising steps"
-        yield Card("seeds", str(about.num_seeds), steps)
-    yield Card(
-        "steps of a chunk", str(about.num_actions), f"{len(about.action_names)} actions each"
-    )
-    yield Card("parameters", short(about.num_parameters), f"{about.family} on {about.device}")
+    yield Card("frames asked", str(frames), f"of {about['num_frames']:,} in the data set")
+    if about["num_steps"] is not None:
+        steps = f"of noise; {about['num_steps']} denoising steps"
+        yield Card("seeds", str(about["num_seeds"]), steps)
+    actions = f"{len(about['action_names'])} actions each"
+    yield Card("steps of a chunk", str(about["num_actions"]), actions)
+    where = f"{about['family']} on {about['device']}"
+    yield Card("parameters", short(about["num_parameters"]), where)
 
 
 def verdicts(found: Sequence[Verdict]) -> Markup:
@@ -192,16 +186,12 @@ def _words(
         for number, question in enumerate(found.questions)
         if question.input == "word"
     }
-    sentences = []
-    for prompt in dict.fromkeys(moment.prompt for moment in shown) if known else ():
-        seen: dict[str, int] = {}
-        words = []
-        for word in prompt.split():
-            seen[word] = seen.get(word, 0) + 1
-            subject = word if seen[word] == 1 else f"{word} ({seen[word]})"
-            words.append((word, known.get(subject, float("nan"))))
-        sentences.append(words)
-    return sentences
+    prompts = dict.fromkeys(moment.prompt for moment in shown) if known else ()
+    sentences = [prompt.split() for prompt in prompts]
+    return [
+        [(word, known.get(subject, math.nan)) for word, subject in zip(words, word_subjects(words))]
+        for words in sentences
+    ]
 
 
 def _over_steps(
@@ -244,7 +234,7 @@ def _maps(overview: Overview, one: Moment) -> list[tuple[str, UInt8[np.ndarray, 
     """Return the maps of a frame over its pictures, with a text each."""
     found = []
     for map in one.maps:
-        name = overview.about.cameras.get(map.camera, map.camera)
+        name = overview.about["cameras"].get(map.camera, map.camera)
         text = f"{name}, episode {one.episode}, frame {one.frame}: {map.effect.max():.2g}"
         found.append((text, overlay_map(one.pictures[map.camera], map)))
     return found
@@ -262,13 +252,13 @@ def _moments(overview: Overview) -> list[dict[str, Any]]:
         {
             "moment": one,
             "pictures": [
-                (overview.about.cameras.get(slot, slot), pixels)
+                (overview.about["cameras"].get(slot, slot), pixels)
                 for slot, pixels in one.pictures.items()
             ],
             "maps": _maps(overview, one),
             "strongest": _strongest(found, number),
             "unit": "standard deviations" if found.noise_per_frame is None else "spreads",
-            "figures": _chunk(one, overview.about.action_names),
+            "figures": _chunk(one, overview.about["action_names"]),
         }
         for number, one in enumerate(overview.moments)
     ]

@@ -14,6 +14,7 @@ from markupsafe import Markup
 from PIL import Image
 
 from piston.inspection.inside import Attention, Inside
+from piston.inspection.results import evenly
 from piston.report.document import render
 from piston.report.figures import percent
 from piston.report.prediction import denoising_figure
@@ -49,11 +50,10 @@ def _layers(
     found = result.attention
     if found is None:
         return {}
-    layers = len(found.of_actions)
-    chosen = np.unique(np.linspace(0, layers - 1, min(layers, _MAX_LAYERS)).round().astype(int))
+    chosen = evenly(len(found.of_actions), _MAX_LAYERS)
     return {
         cameras.get(slot, slot): [
-            (layer, overlay(result.pictures[slot], shares[layer])) for layer in chosen.tolist()
+            (layer, overlay(result.pictures[slot], shares[layer])) for layer in chosen
         ]
         for slot, shares in found.images.items()
     }

@@ -11,8 +11,8 @@ import numpy as np
 from jaxtyping import Float, UInt8
 from markupsafe import Markup
 
-from piston.inspection.open_loop import OpenLoop, WorstMoment
-from piston.inspection.results import known_mean
+from piston.inspection.open_loop import OpenLoop, Together, WorstMoment
+from piston.inspection.results import evenly, known_mean
 from piston.report.document import render, small_plot
 from piston.report.figures import Line
 
@@ -69,7 +69,7 @@ def _one_after_the_other(result: OpenLoop) -> list[tuple[int, int]]:
 
 def _line(x: np.ndarray, y: np.ndarray, opacity: float = 1.0) -> Line:
     """Return a curve with few points, which has the first and the last."""
-    chosen = np.unique(np.linspace(0, len(x) - 1, _MAX_POINTS // 4).round().astype(int))
+    chosen = evenly(len(x), _MAX_POINTS // 4)
     return Line(x[chosen], y[chosen], "accent", opacity=opacity)
 
 
@@ -77,24 +77,20 @@ def _errors(
     results: Sequence[OpenLoop],
 ) -> tuple[list[tuple[str, list[float], np.ndarray]], float]:
     """Return a row for each dimension (name, averages, band of colours), and a chunk's seconds."""
-    first = results[0]
-    along = known_mean(np.stack([one.error_std for one in results]), 0)
+    found = Together(results)
+    along = known_mean(found.errors, 0)
     averages = [
-        known_mean(np.concatenate(parts), 0)
-        for parts in (
-            [one.error for one in results],
-            [one.error_std for one in results],
-            [one.seed_spread / one.std for one in results],
-            [one.error_of_standing / one.std for one in results],
-        )
+        found.mean_of(np.stack([one.error for one in results])),
+        found.mean_of(found.errors),
+        found.mean_of(np.stack([one.seed_spread / one.std for one in results])),
+        found.mean_of(found.standing_errors),
+        found.jumps,
     ]
-    ratios = np.concatenate([one.jump_ratios.reshape(-1, len(first.names)) for one in results])
-    averages.append(np.median(ratios, axis=0) if len(ratios) else 0 * first.std + np.nan)
     rows = [
         (name, [float(one[dim]) for one in averages], _band(along[:, dim]))
-        for dim, name in enumerate(first.names)
+        for dim, name in enumerate(found.names)
     ]
-    return rows, len(along) / first.fps
+    return rows, len(along) / results[0].fps
 
 
 def _band(values: Float[np.ndarray, " h"]) -> UInt8[np.ndarray, "1 h 4"]:

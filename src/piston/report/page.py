@@ -8,10 +8,11 @@ from pathlib import Path
 from markupsafe import Markup
 
 from piston.data.protocol import Dataset
+from piston.files import write_text
 from piston.inference import Policy, load_policy
 from piston.report import comparison
 from piston.report.dataset import dataset, open_sets, robot_sets
-from piston.report.document import Card, Missing, attempt, write_page
+from piston.report.document import Card, Missing, attempt, page_text
 from piston.report.evaluation import executed, find_evaluations, success, videos
 from piston.report.figures import duration, short
 from piston.report.inspection import why
@@ -71,7 +72,9 @@ def write_report(
     title = f"{config.name} · {config.exp_name}"
     subtitle = f"{config.model.family} on {config.data.robot}, {opened.folder}"
     cards = list(_cards(opened, evaluated, measured, answered))
-    return write_page(out or run / "report.html", title, subtitle, cards, sections)
+    out = out or run / "report.html"
+    write_text(out, page_text(title, subtitle, cards, sections))
+    return out
 
 
 def write_comparison(folders: Sequence[Path], out: Path | None = None) -> Path:
@@ -85,7 +88,8 @@ def write_comparison(folders: Sequence[Path], out: Path | None = None) -> Path:
     }
     base = comparison.common_folder(folders)
     out = out or base / "comparison.html"
-    return write_page(out, f"{len(runs)} runs", ", ".join(runs), [], sections)
+    write_text(out, page_text(f"{len(runs)} runs", ", ".join(runs), [], sections))
+    return out
 
 
 def _how_to_evaluate(run: Run, sets: Sequence[Dataset] | Missing) -> Missing:
@@ -127,7 +131,7 @@ def _cards(
         samples = (steps[-1] + 1) * run.config.batch_size
         yield Card("training", duration(run.training_seconds), f"{samples:,.0f} samples")
     if prediction is not None:
-        number = prediction.num_parameters
+        number = prediction.policy.num_parameters
         yield Card("parameters", short(number), f"{run.config.model.family}, {number:,}")
     if evaluations and evaluations[0].latency_ms:
         median = f"{evaluations[0].latency_ms['p50']:.0f} ms"

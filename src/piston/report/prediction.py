@@ -14,8 +14,9 @@ from jaxtyping import Float
 from markupsafe import Markup
 
 from piston.inference.policy import Policy
-from piston.inspection.inside import denoising_path
+from piston.inspection.inside import denoise
 from piston.inspection.probe import Intervention, Probe
+from piston.inspection.results import evenly
 from piston.report.document import Missing, render, small_plot
 from piston.report.figures import Line, heat_map
 from piston.report.transforms import Sample, TraceStep, follow
@@ -31,10 +32,7 @@ _NOISE_LIMIT = 2.5  # standard deviations at which colours end
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    # The model's.
-    family: str
-    num_parameters: int
-    device: str
+    policy: Policy
     # In the robot's space; the first draw is the one whose denoising is shown.
     chunks: Float[np.ndarray, "n h a"]
     # From noise (first) to actions (last), in the model's space, without padded dimensions. None
@@ -50,7 +48,6 @@ class Prediction:
 
 
 def predict(policy: Policy, sample: Sample) -> Prediction:
-    model, seen = policy.model, sample.seen_by_model
     probe = Probe(policy, range(_NUM_DRAWS))
     chunks = probe.chunks(sample.at, [Intervention()])[0]
     sample.at.error(chunks)  # Raises ValueError if they cannot be compared.
@@ -58,8 +55,8 @@ def predict(policy: Policy, sample: Sample) -> Prediction:
     back: tuple[TraceStep, ...] = ()
     if probe.noise is not None:
         inputs = policy.prepare(sample.at.observation).inputs
-        denoised = denoising_path(policy, inputs, probe.noise[0])
-        actions = {"state": seen["state"], "actions": denoised[-1]}
+        denoised, _ = denoise(policy, inputs, probe.noise[0])
+        actions = {"state": sample.seen_by_model["state"], "actions": denoised[-1]}
         back = follow({"to the robot": sample.pipeline.output_transforms()}, actions)
         denoised = denoised[..., : chunks.shape[-1]]
     seconds: list[float] = []
@@ -70,9 +67,7 @@ def predict(policy: Policy, sample: Sample) -> Prediction:
         seconds.append(answer["policy_timing"]["infer_ms"] / 1e3)
         subtask = answer.get("subtask")
     return Prediction(
-        family=model.config.family,
-        num_parameters=policy.num_parameters,
-        device=str(policy.device),
+        policy=policy,
         chunks=chunks,
         denoised=denoised,
         back=back,
@@ -112,7 +107,8 @@ def denoising(sample: Sample, prediction: Prediction) -> Markup:
     """Return the section that shows how noise became the first chunk."""
     path = prediction.denoised
     if path is None:
-        raise Missing(f"{prediction.family} writes tokens and does not denoise.")
+        family = prediction.policy.model.config.family
+        raise Missing(f"{family} writes tokens and does not denoise.")
     recorded = np.asarray(sample.seen_by_model["actions"])[:, : path.shape[-1]]
     return denoising_figure(path, recorded, sample.names)
 
@@ -121,7 +117,7 @@ def denoising_figure(
     path: Float[np.ndarray, "k h a"], recorded: Float[np.ndarray, "h a"], names: Sequence[str]
 ) -> Markup:
     last, horizon = len(path) - 1, path.shape[1]
-    chosen = np.unique(np.linspace(0, last, min(_MAX_PICTURES, last + 1)).round().astype(int))
+    chosen = evenly(len(path), _MAX_PICTURES)
     shown = {f"time {1 - step / last:.2g}": path[step] for step in chosen} | {"recorded": recorded}
     steps, figures = np.arange(horizon), []
     moving = np.argsort(-np.ptp(recorded, axis=0), kind="stable")[:_NUM_JOINTS_DENOISED]

@@ -37,7 +37,7 @@ def timings(
         for evaluation in evaluations
     ]
     if prediction is not None:
-        about = f"{prediction.device}, {prediction.num_timed} requests"
+        about = f"{prediction.policy.device}, {prediction.num_timed} requests"
         name = f"in this page's process, one request at a time ({about})"
         latencies.append((name, prediction.latency_ms))
     finished = [] if stages is None else stages.finished

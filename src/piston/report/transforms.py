@@ -16,7 +16,7 @@ from piston.data.protocol import Dataset
 from piston.data.samples import PromptFromItem
 from piston.inspection.frames import Frame, Frames
 from piston.progress import shortened
-from piston.report.dataset import RobotSet, data_may_be_missing, robot_sets
+from piston.report.dataset import data_may_be_missing, robot_sets
 from piston.report.document import Missing, render
 from piston.report.training import Run
 from piston.transforms import Data, Transform, flatten_dict, name_of
@@ -67,32 +67,26 @@ def choose_sample(run: Run, sets: Sequence[Dataset]) -> Sample:
             "the run has no whole checkpoint yet. Train on, with --resume; the last step is saved."
         )
     with data_may_be_missing():
-        first = robot_sets(run, sets)[0]
-        pipeline = first.pipeline
+        pipeline, dataset, held_out = robot_sets(run, sets)[0]
         saved = run.checkpoint / "assets" / (pipeline.asset_id or "")
         if pipeline.asset_id is not None and saved.is_dir():
             pipeline = dataclasses.replace(pipeline, norm_stats=read_norm_stats(saved))
         else:
             pipeline = pipeline.with_norm_stats(run.config.name)
-        return _read_sample(first._replace(pipeline=pipeline))
-
-
-def _read_sample(chosen: RobotSet) -> Sample:
-    pipeline, dataset, held_out = chosen
-    frames = Frames(dataset, pipeline)
-    episode = held_out[0] if held_out else list(frames.episodes)[len(frames.episodes) // 2]
-    item = frames.item(episode, int(_SHARE_OF_EPISODE * frames.episodes[episode]))
-    dataset.close()
-    tasks = (PromptFromItem(),) if pipeline.prompt_from_task else ()
-    stages = {"data set": (), "prompt": tasks, **pipeline.input_stages(training=True)}
-    return Sample(
-        pipeline=pipeline,
-        at=frames.frame_of(item),
-        fps=frames.fps,
-        held_out=bool(held_out),
-        trace=follow(stages, item),
-        names=frames.action_names,
-    )
+        frames = Frames(dataset, pipeline)
+        episode = held_out[0] if held_out else list(frames.episodes)[len(frames.episodes) // 2]
+        item = frames.item(episode, int(_SHARE_OF_EPISODE * frames.episodes[episode]))
+        dataset.close()
+        tasks = (PromptFromItem(),) if pipeline.prompt_from_task else ()
+        stages = {"data set": (), "prompt": tasks, **pipeline.input_stages(training=True)}
+        return Sample(
+            pipeline=pipeline,
+            at=frames.frame_of(item),
+            fps=frames.fps,
+            held_out=bool(held_out),
+            trace=follow(stages, item),
+            names=frames.action_names,
+        )
 
 
 def follow(stages: Mapping[str, Iterable[Transform]], data: Data) -> tuple[TraceStep, ...]:

@@ -1,6 +1,6 @@
 """What the inspector's page draws, as HTML: the chunk, the effect of a change, and maps.
 
-Arguments are what `piston.inspection.answers` returns as JSON.
+Arguments are what the page of `piston inspect` receives as JSON.
 
 Dims: h steps of a chunk, a action dim.
 """
@@ -35,9 +35,10 @@ def draw_answer(
     effect = answer["effect"]
     changes = effect and effect["per_action"]
     recorded = np.array(moment["recorded"])
-    fans = {look: answer[name] for name, look in _LOOKS.items() if answer[name] is not None}
     chunks = {
-        look: {name: np.array(values) for name, values in fan.items()} for look, fan in fans.items()
+        look: {key: np.array(values) for key, values in answer[name].items()}
+        for name, look in _LOOKS.items()
+        if answer[name] is not None
     }
     plots, bars = [], []
     for dim, action in enumerate(about["actions"]):
