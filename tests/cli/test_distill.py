@@ -8,8 +8,9 @@ from safetensors.torch import load_file
 
 from piston import presets, weights
 from piston.cli import main
-from piston.cli.train import distilled, parse_distilled
+from piston.cli.train import parse_distilled
 from piston.files import read_json_lines
+from piston.training.distill import distilled
 from piston.training.optimizer import freeze_parameters
 
 NEW = "suffix.time.target.weight"

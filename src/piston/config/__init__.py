@@ -202,7 +202,7 @@ class TrainConfig:
     allow_missing: tuple[str, ...] = ()
     # Patterns of parameter names that do not train; "!" makes an exception, e.g. vlm.* !*lora*
     freeze: tuple[str, ...] = ()
-    # The learning rate over the steps; `piston train --lr-schedule rsqrt` chooses another kind.
+    # The learning rate over the steps. A preset in Python may choose RsqrtDecaySchedule.
     lr_schedule: LRSchedule = CosineDecaySchedule()
     # The optimizer's numbers.
     optimizer: OptimizerConfig = AdamW()
