@@ -154,7 +154,7 @@ def joined(option_lists):
     together = []
     for options in option_lists:
         names = {word for word in options if word.startswith("--")}
-        if names & {*together, "--resume", "--lr-schedule"}:  # these contradict some before them
+        if names & {*together, "--resume"}:  # which contradicts one before it
             yield together
             together = []
         together = [*together, *options]

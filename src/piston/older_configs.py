@@ -11,6 +11,10 @@ what to do instead:
 
     "train.patience": Removed(None, "A run ends after num_train_steps now; stop it yourself."),
 
+or be left out whatever it was, because it changed nothing that a run computes:
+
+    "train.max_skipped_steps": left_out,
+
 or be translated by a function of the fields and the old name, which returns the new fields, or
 raises ValueError with such a sentence. Values are those of JSON. `train.patience` is the field of
 the class registered as `train`; a name without a point belongs to any class.
@@ -23,6 +27,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 Fields = dict[str, Any]
+
+
+def left_out(fields: Fields, old: str) -> Fields:
+    """Return the fields without one that changed nothing that a run computes."""
+    return {key: value for key, value in fields.items() if key != old}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,13 +58,15 @@ class Removed:
     def __call__(self, fields: Fields, old: str) -> Fields:
         if fields[old] != self.without_effect:
             raise ValueError(self.sentence)
-        return {key: value for key, value in fields.items() if key != old}
+        return left_out(fields, old)
 
 
 FIELDS: Mapping[str, Callable[[Fields, str], Fields]] = {
     # Of 0.1.0.
     "may_be_new": Renamed("allow_missing"),
     "more_sets": Renamed("extra_datasets"),
+    # Of 0.2.0.dev0.
+    "train.max_skipped_steps": left_out,
 }
 
 TYPES = {

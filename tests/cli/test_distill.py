@@ -1,5 +1,6 @@
 """`piston distill`: a checkpoint learns to denoise in one step; what it knew stays."""
 
+import dataclasses
 import json
 
 import pytest
@@ -8,11 +9,23 @@ from safetensors.torch import load_file
 
 from piston import presets, weights
 from piston.cli import main
-from piston.cli.train import distilled, parse_distilled
+from piston.cli.train import parse_distilled
 from piston.files import read_json_lines
+from piston.training.distill import distilled
 from piston.training.optimizer import freeze_parameters
 
 NEW = "suffix.time.target.weight"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small():
+    """Presets with fewer weights."""
+    with pytest.MonkeyPatch.context() as patched:
+        for name in ("debug", "debug_fast"):
+            preset = presets.get(name)
+            model = dataclasses.replace(preset.model, vocab_size=600, tokenizer="bytes")
+            patched.setitem(presets._BY_NAME, name, dataclasses.replace(preset, model=model))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +37,7 @@ def trained(tmp_path_factory):
 
 def train(preset, name, folder, *options):
     arguments = ["--exp-name", name, "--checkpoint-base-dir", str(folder), *options]
-    small = ["--model.vocab-size", "600", "--model.tokenizer", "bytes"]
-    assert main(["train", preset, *arguments, *small]) == 0
+    assert main(["train", preset, *arguments]) == 0
 
 
 def tensors(checkpoint):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from piston import presets
-from piston.cli import main, train
+from piston.cli import main, stats
 from piston.config import DataConfig
 from piston.data import open_dataset, statistics
 from piston.data.pipeline import open_source, split_sources
@@ -376,9 +376,9 @@ def test_what_makes_no_sense_is_refused(args, message, capsys):
 
 def test_a_histogram_shows_where_values_are():
     values = np.concatenate([np.zeros(100), np.ones(50), [0.5]])
-    drawn = train.histogram(values, 0.0, 1.0)
-    assert len(drawn) == train.NUM_BINS
+    drawn = stats.histogram(values, 0.0, 1.0)
+    assert len(drawn) == stats.NUM_BINS
     assert drawn[0] == "█"
     assert drawn[-1] == "▄"
     assert drawn.count("▁") == 1
-    assert train.histogram(np.zeros(5), 0.0, 0.0) == "█"
+    assert stats.histogram(np.zeros(5), 0.0, 0.0) == "█"

@@ -14,7 +14,7 @@ from piston.data.dataset import LeRobotDataset
 from piston.data.problems import EpisodeError, leave_out, leave_out_any
 from piston.data.record import Recorder
 from piston.data.samples import TrainingData
-from piston.training import loop
+from piston.training import loop, trackers
 from piston.training.checkpoint import saved_steps
 from piston.training.loop import train_loop
 from piston.transforms.normalize import read_norm_stats
@@ -183,8 +183,9 @@ def test_samples_whose_loss_is_not_finite_are_told_with_their_set(
         return sample
 
     monkeypatch.setattr(TrainingData, "__getitem__", spoilt)
+    monkeypatch.setattr(trackers, "MAX_SKIPPED_STEPS", 50)
     data = together(first, folder / "mugs")
-    train_loop(tiny(tmp_path, **data, num_train_steps=12, max_skipped_steps=50))
+    train_loop(tiny(tmp_path, **data, num_train_steps=12))
     told = [record.getMessage() for record in caplog.records if "skipped: loss" in record.message]
     assert told
     assert all(re.search(r"set 1 1/\d \(!\)", line) for line in told)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from piston import assets
-from piston.training import loop
+from piston.training import loop, trackers
 from piston.training.checkpoint import saved_steps
 from piston.training.loop import TrainingStopped, train_loop
 
@@ -104,11 +104,12 @@ def test_what_was_learned_is_saved_before_an_error_of_the_data(
     assert_same_run(tmp_path / "tiny/run", uncut, 5)
 
 
-def test_too_many_skipped_steps_are_ended_by_leaving_episodes_out(tmp_path, sound):
+def test_too_many_skipped_steps_are_ended_by_leaving_episodes_out(tmp_path, sound, monkeypatch):
     """As the message says."""
     data = _copy(sound, tmp_path / "cups")
     spoil(tmp_path / "cups", "actions", 5, [3e38] * 7)  # finite, but not what becomes of it
-    changes = {"max_skipped_steps": 1, "num_train_steps": 20}
+    monkeypatch.setattr(trackers, "MAX_SKIPPED_STEPS", 1)
+    changes = {"num_train_steps": 20}
     with pytest.raises(TrainingStopped, match="--resume --data.episodes '!N'.*--resume --lr-sch"):
         train_loop(tiny(tmp_path, **data, **changes))
     train_loop(tiny(tmp_path, **_choose(data, "!0"), **changes, resume=True))

@@ -19,7 +19,7 @@ VERBS = {
     "presets": ("presets", "list the named configurations, or show one in full"),
     "data": ("data", "check a data set, or show what it holds"),
     "init-robot": ("robots", "describe a robot of your own in a file, from a data set of it"),
-    "stats": ("train", "compute the normalisation statistics of a data set"),
+    "stats": ("stats", "compute the normalisation statistics of a data set"),
     "record": ("sim", "let a scripted expert show a simulated robot's task"),
     "train": ("train", "train a preset's model on a data set"),
     "distill": ("train", "teach a trained policy to denoise in one step"),

@@ -10,7 +10,8 @@ import tyro
 
 from piston import cli, presets
 from piston.cli.command import Command, named
-from piston.cli.train import REGISTRY, TrainArguments, stats_arguments
+from piston.cli.stats import StatsArguments
+from piston.cli.train import TrainArguments
 
 
 def _completion(
@@ -28,7 +29,7 @@ def _completion(
     configs = {name: presets.get(name) for name in presets.names()}
     targets: dict[str, Any] = {
         "train": _choice({name: TrainArguments(preset) for name, preset in configs.items()}),
-        "stats": _choice({name: stats_arguments(preset) for name, preset in configs.items()}),
+        "stats": _choice({name: StatsArguments(preset) for name, preset in configs.items()}),
         # The others of its options depend on the checkpoint.
         "distill": dataclasses.make_dataclass("Distill", [("exp_name", str), ("resume", bool)]),
     }
@@ -41,7 +42,6 @@ def _completion(
         {verb: targets[verb] for verb in cli.VERBS},
         args=["--tyro-print-completion", shell],
         prog="piston",
-        registry=REGISTRY,
         config=(tyro.conf.AvoidSubcommands,),
     )
 

@@ -178,7 +178,7 @@ class AdamW(OptimizerConfig):
 _LEAST = {
     **dict.fromkeys(("batch_size", "num_train_steps", "noise_draws", "gradient_accumulation"), 1),
     **dict.fromkeys(("log_interval", "save_interval", "validation_interval", "keep_last"), 1),
-    **dict.fromkeys(("keep_period", "start_weight", "max_skipped_steps"), 1),
+    **dict.fromkeys(("keep_period", "start_weight"), 1),
     **dict.fromkeys(("num_workers", "seed", "validation_episodes", "start_frames"), 0),
 }
 
@@ -202,7 +202,7 @@ class TrainConfig:
     allow_missing: tuple[str, ...] = ()
     # Patterns of parameter names that do not train; "!" makes an exception, e.g. vlm.* !*lora*
     freeze: tuple[str, ...] = ()
-    # The learning rate over the steps; `piston train --lr-schedule rsqrt` chooses another kind.
+    # The learning rate over the steps. A preset in Python may choose RsqrtDecaySchedule.
     lr_schedule: LRSchedule = CosineDecaySchedule()
     # The optimizer's numbers.
     optimizer: OptimizerConfig = AdamW()
@@ -233,8 +233,6 @@ class TrainConfig:
     validation_episodes: int = 0
     # Steps between validations.
     validation_interval: int = 1_000
-    # Stop after this many steps in a row whose loss or gradient is not finite.
-    max_skipped_steps: int = 10
     # Decode and resize all frames once, into a file that later runs use too.
     cache_frames: bool = False
     # Seed of everything random in the run.

@@ -193,7 +193,10 @@ NamedVisionSize = Annotated[VisionSize, _named(parse_vision_size)]
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig(abc.ABC):
-    """What every model has. Its families are π0 / π0.5 and π0-FAST."""
+    """What every model has. Its families are π0 / π0.5 and π0-FAST.
+
+    A preset chooses what pretrained weights fix; such fields (`Suppress`) are no options.
+    """
 
     # Numbers per action; the robot's are padded with zeros up to this.
     action_dim: int = 32
@@ -203,18 +206,18 @@ class ModelConfig(abc.ABC):
     max_token_len: int | None = None
     # What products are computed in; master weights stay float32 in training.
     dtype: Dtype = "bfloat16"
-    # The vision tower's size, by name or by numbers.
-    vision: NamedVisionSize = VISION["so400m"]
+    # The vision tower's size.
+    vision: tyro.conf.Suppress[NamedVisionSize] = VISION["so400m"]
     # The size of the expert that reads images and prompt.
     vlm: NamedGemmaSize = GEMMA["gemma_2b"]
     # Rows of the embedding table.
-    vocab_size: int = 257_152
+    vocab_size: tyro.conf.Suppress[int] = 257_152
     # Images are resized to this many pixels square.
-    image_size: int = 224
+    image_size: tyro.conf.Suppress[int] = 224
     # The camera slots, in the order in which their tokens stand in the prefix.
-    cameras: tuple[str, ...] = _FLOW_CAMERAS
+    cameras: tyro.conf.Suppress[tuple[str, ...]] = _FLOW_CAMERAS
     # `bytes` is built in and needs no file: for small models.
-    tokenizer: TokenizerName = "paligemma"
+    tokenizer: tyro.conf.Suppress[TokenizerName] = "paligemma"
 
     def __post_init__(self) -> None:
         counts = ("action_dim", "action_horizon", "prompt_length", "vocab_size", "image_size")
@@ -408,7 +411,7 @@ class Pi0FASTConfig(ModelConfig):
     # Actions per chunk.
     action_horizon: int = 32
     # The camera slots, in the order in which their tokens stand in the prefix.
-    cameras: tuple[str, ...] = _FAST_CAMERAS
+    cameras: tyro.conf.Suppress[tuple[str, ...]] = _FAST_CAMERAS
     # Where the FAST action tokenizer's files are (a folder or a location); None: the public one.
     fast_tokenizer: str | None = None
     # Decoding stops here if no end token came.

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
 WANDB_ID = "wandb_id.txt"
+# A run ends after this many steps in a row whose loss or gradient is not finite.
+MAX_SKIPPED_STEPS = 10
 _MAX_SAMPLES_SHOWN = 4
 # A mapping has one number per action dimension. Values that are None or not finite are not logged.
 Metrics = Mapping[str, float | Mapping[str, float] | None]
@@ -228,7 +230,7 @@ class Meter:
         self._waited += waited
         places = [batch[key] for key in ("set_index", "episode_index", "frame_index")]
         self._unread.append((step, output, places))
-        if len(self._unread) == self._config.max_skipped_steps:
+        if len(self._unread) == MAX_SKIPPED_STEPS:
             self.read()
 
     def read(self) -> None:
@@ -270,7 +272,7 @@ class Meter:
             "where the loss is not finite: %s",
             *(step, result.loss, result.gradient_norm, ", ".join(frames)),
         )
-        if in_a_row >= config.max_skipped_steps:
+        if in_a_row >= MAX_SKIPPED_STEPS:
             without = leave_out_any(config.pipelines())
             raise TrainingStopped(
                 f"{in_a_row} steps in a row had a loss or gradient that is not finite; they "

@@ -172,7 +172,7 @@ def _check_counterpart(tensors: _Tensors, to: Format) -> None:
     if without := sorted(ours for ours in tensors.dtypes if foreign_name(ours) is None):
         raise ValueError(
             f"{software} have no counterpart of {len(without)} tensors, such as {without[0]}: "
-            "models with a convolutional stem (--model.vision …,stem=N), distilled models "
+            "models with a convolutional stem (VisionSize.stem), distilled models "
             "(`piston distill`), and models of your own exist here only."
         )
     if unusual := unusual_fields(config):
