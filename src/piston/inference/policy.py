@@ -157,6 +157,10 @@ class Policy:
         """The number of denoising steps, of a model that denoises."""
         return self.runner.num_steps
 
+    @num_steps.setter
+    def num_steps(self, num_steps: int) -> None:
+        self.runner.num_steps = num_steps
+
     @property
     def num_parameters(self) -> int:
         """How many the model has, in whatever form its weights are held."""
