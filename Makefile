@@ -32,7 +32,7 @@ help:
 	@echo "make wheels       build piston and piston-client into dist/"
 	@echo "make demo         install and run the main job"
 	@echo "make install      install, and link the command piston to $(BINDIR)"
-	@echo "make check        ruff (lint, format), mypy and tsc"
+	@echo "make check        sizes of packages, ruff (lint, format), mypy and tsc"
 	@echo "make bench        measure speed (benchmarks/)"
 	@echo "make stress       try to break servers and files for about ten minutes (tests/stress/)"
 
@@ -67,6 +67,7 @@ demo: setup
 	$(BIN)/python -m piston.cli demo aloha
 
 check: setup
+	$(BIN)/python scripts/sizes.py
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
