@@ -34,18 +34,23 @@ class StopSignals:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
+        while self._previous:
+            number, handler = self._previous.popitem()
             signal.signal(number, handler)
-        self._previous.clear()
 
     def _receive(self, number: int, _: FrameType | None) -> None:
         if self.received is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
+        if self.received is not None and self._then is not None:
+            # It came before the first signal had restored the handlers.
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
         self.received = signal.Signals(number)
+        if self._then is not None:
+            self.__exit__()
         # Logging is not safe here: the signal may interrupt a log line.
         os.write(2, f"{self.received.name}: {self._message}\n".encode())
         if self._then is not None:
-            self.__exit__()
             self._then()
 
 
