@@ -84,13 +84,11 @@ def join(parent: nn.Module, names: Sequence[str]) -> Linear | None:
     linears = [getattr(parent, name) for name in names]
     if any(type(linear) is not Linear for linear in linears):
         return None
-    first, has_bias = linears[0], linears[0].bias is not None
-    sizes = [linear.out_features for linear in linears]
-    joined = Linear(first.in_features, sum(sizes), bias=has_bias, device="meta")
-    joined.cpu_product = first.cpu_product
-    for name in ("weight", "bias") if has_bias else ("weight",):
+    joined = linears[0]
+    for name, _ in list(joined.named_parameters()):
         parts = [getattr(linear, name).detach() for linear in linears]
         setattr(joined, name, nn.Parameter(torch.cat(parts), requires_grad=False))
+    joined.out_features = len(joined.weight)
     for name in names:
         delattr(parent, name)
     return joined
