@@ -54,8 +54,7 @@ class PrefixCache:
     """All that the suffix needs of an observation, computed once per request."""
 
     caches: list[KVCache]
-    # The state as tokens of the suffix: one, or none.
-    state: Float[Tensor, "b _ d"]
+    state: Float[Tensor, "b a"]
     # Of the suffix tokens: they stand behind each sample's own prefix.
     rope: Rope
     mask: Mask
@@ -403,7 +402,7 @@ class Pi0(Model):
         elif self.suffix.has_state:
             mask = masks.suffix_mask(starts_block.new_ones(1, size), starts_block)
         mask = additive_mask(mask, self.compute_dtype)
-        return PrefixCache(caches, self.suffix.state_tokens(state.float()), rope, mask)
+        return PrefixCache(caches, state.float(), rope, mask)
 
     def starts_block(self, device: torch.device) -> Bool[Tensor, " s"]:
         """Return which suffix tokens start a block: the state, if any, and the first action."""

@@ -211,12 +211,6 @@ class Attention(nn.Module):
     def _keys_and_values(self, x: Tokens, rope: Rope) -> tuple[Tensor, Tensor]:
         return rope.rotate(self._heads(self.key(x))), self._heads(self.value(x))
 
-    def _for_every_query(self, x: Float[Tensor, "b k s e"]) -> Float[Tensor, "b n s e"]:
-        """Return the keys or values of each query head; every kernel takes a mask this way."""
-        if self.size.num_kv_heads == 1:
-            return x.expand(-1, self.size.num_heads, -1, -1)  # a view
-        return x.repeat_interleave(self.size.num_heads // self.size.num_kv_heads, 1)
-
     def _heads(self, x: Float[Tensor, "b t ne"]) -> Float[Tensor, "b t n e"]:
         return x.unflatten(-1, (-1, self.size.head_dim))
 
@@ -226,7 +220,12 @@ class Attention(nn.Module):
         """Return the mixed values of all heads, before the output matrix, and the longer cache."""
         queries, keys, values = self.project(x, rope)
         cache = cache.extend(keys, values)
-        keys, values = map(self._for_every_query, cache.read())
+        # Unlike with enable_gqa, every kernel accepts a mask this way. A single key head is shared
+        # as a view; several are repeated in memory.
+        group = self.size.num_heads // self.size.num_kv_heads
+        keys, values = (
+            part[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2) for part in cache.read()
+        )
         mask = None if mask is None else mask[:, None]
         mixed = precision.attention(queries.transpose(1, 2), keys, values, mask)
         return mixed.transpose(1, 2).flatten(2), cache

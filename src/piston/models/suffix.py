@@ -86,19 +86,16 @@ class TokenSuffix(nn.Module):
         weight = self.time_action_in.weight[:, self.width :]
         return nn.functional.linear(self.time(time, target), weight, self.time_action_in.bias)
 
-    def state_tokens(self, state: Float[Tensor, "b a"]) -> Float[Tensor, "b 1 d"]:
-        return self.state(state)[:, None]
-
     def tokens(
         self,
-        state_tokens: Float[Tensor, "b 1 d"],
+        state: Float[Tensor, "b a"],
         noisy_actions: Float[Tensor, "b h a"],
         condition: Float[Tensor, "#b #h d"],
     ) -> Float[Tensor, "b s d"]:
         weight = self.time_action_in.weight[:, : self.width]
         mixed = nn.functional.linear(self.action_in(noisy_actions), weight) + condition
         actions = self.time_action_out(nn.functional.silu(mixed))
-        return torch.cat((state_tokens, actions), dim=1)
+        return torch.cat((self.state(state)[:, None], actions), dim=1)
 
 
 class AdaptiveSuffix(nn.Module):
@@ -121,12 +118,9 @@ class AdaptiveSuffix(nn.Module):
         hidden = nn.functional.silu(self.time_in(self.time(time, target)))
         return nn.functional.silu(self.time_out(hidden))
 
-    def state_tokens(self, state: Float[Tensor, "b _"]) -> Float[Tensor, "b 0 d"]:
-        return state.new_empty(len(state), 0, self.width)
-
     def tokens(
         self,
-        state_tokens: Float[Tensor, "b 0 d"],  # noqa: ARG002
+        state: Float[Tensor, "b _"],  # noqa: ARG002
         noisy_actions: Float[Tensor, "b h a"],
         condition: Float[Tensor, "#b #h d"],  # noqa: ARG002
     ) -> Float[Tensor, "b s d"]:
