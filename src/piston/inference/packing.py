@@ -44,10 +44,6 @@ def pack_for_inference(model: Model) -> None:
         _replace(model, _packed)
 
 
-def _pack(module: nn.Module) -> None:
-    _replace(module, lambda linear: PackedLinear(linear) if _can_be_packed(linear) else linear)
-
-
 def _gains_from_packing(model: Model) -> bool:
     has_products = torch.backends.mkldnn.is_available() and (
         torch.ops.mkldnn._is_mkldnn_bf16_supported()
