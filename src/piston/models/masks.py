@@ -124,7 +124,8 @@ def suffix_mask(
     """Return what suffix tokens attend to: which tokens of the prefix, and among themselves."""
     size = len(starts_block)
     block = starts_block.cumsum(0)
-    among = (block <= block[:, None]).expand(len(prefix), size, size)
+    # Not `len(prefix)`, which is a constant in an exported graph.
+    among = (block <= block[:, None]).expand(prefix.shape[0], -1, -1)
     return torch.cat((prefix[:, None].expand(-1, size, -1), among), dim=2)
 
 
