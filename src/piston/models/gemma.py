@@ -162,7 +162,8 @@ class AdaptiveRMSNorm(nn.Module):
 
     def modulate(self, condition: Float[Tensor, "b d"]) -> Modulation:
         scale, shift, gate = self.modulation(condition)[:, None].chunk(3, dim=-1)
-        return Modulation(1 + scale.float(), shift.float(), gate)
+        # A copy in float32, too: a layer that is compiled once takes no two views of one tensor.
+        return Modulation(1 + scale.float(), shift.to(torch.float32, copy=True), gate)
 
     def forward(self, x: Tokens, modulation: Modulation | None) -> Tokens:
         assert modulation is not None
