@@ -25,6 +25,7 @@ RUNS = {
     "train.py dummy --steps 1 --draws 1 --num-workers 0 --batch-size 2": (
         *("1 draw per prefix", "gradient checkpointing", "waiting for data"),
     ),
+    "launches.py pi05 --cameras 1": ("chunk of ten steps", "per layer and step", "addcmul"),
     "inference.py dummy --repeats 1 --num-steps 1 --dtype float32 --file --batches 1 2 "
     "--ways eager int8 one-step": (
         *("│ eager", "│ int8", "│ one-step", "vision", "prefill", "denoising", "per sample"),

@@ -107,7 +107,7 @@ def test_the_file_is_all_that_is_needed_and_equals_the_checkpoint(checkpoint, fi
 def test_each_weight_is_stored_once(checkpoint, file):
     graphs = load_pt2(str(file)).aoti_runners
     names = [name for graph in graphs.values() for name in graph.get_constant_fqns()]
-    model = piston.load_policy(checkpoint).model
+    model = weights.load_model(checkpoint)
     used = {name for name, _ in model.named_parameters()} - set(model.unused_parameters())
     assert sorted(names) == sorted(f"model.{name}" for name in used)
 

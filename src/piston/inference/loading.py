@@ -23,7 +23,7 @@ from piston.inference.compiled import (
     compile_graphs,
     usual_steps,
 )
-from piston.inference.packing import pack_for_inference, quantizer
+from piston.inference.packing import prepare_for_inference, quantizer
 from piston.inference.policy import Policy
 from piston.models.configs import GEMMA, VISION, Dtype
 from piston.models.lora import merge_adapters
@@ -132,7 +132,7 @@ def load_policies(
     parts = load_parts(location, preset=preset, device=device, dtype=dtype, **chosen)
     if compile:
         return parts.policies(parts.compiled(num_steps, max_batch), num_steps=num_steps, **options)
-    pack_for_inference(parts.model)
+    prepare_for_inference(parts.model)
     return parts.policies(None, num_steps=num_steps, **options)
 
 

@@ -28,9 +28,11 @@ from torch import Tensor, nn
 
 from piston.models import cpu
 from piston.models.configs import ModelConfig
+from piston.models.gemma import MLP, Attention, RMSNorm
 from piston.models.lora import LoRALinear, merge_adapters
 from piston.models.model import Model
 from piston.models.precision import Linear
+from piston.models.siglip import Attention as VisionAttention
 
 # Numbers of a weight that are quantized at once.
 _PART = 2**20
@@ -38,11 +40,36 @@ _PART = 2**20
 
 def pack_for_inference(model: Model) -> None:
     """Pack every bfloat16 matrix that PyTorch multiplies, in place, where the CPU gains from it."""
+    if _gains_from_packing(model):
+        _replace(model, _packed)
+
+
+def _gains_from_packing(model: Model) -> bool:
     has_products = torch.backends.mkldnn.is_available() and (
         torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )
-    if has_products and model.compute_dtype == torch.bfloat16:
-        _replace(model, _packed)
+    return has_products and model.compute_dtype == torch.bfloat16
+
+
+def prepare_for_inference(model: Model) -> None:
+    """Join matrices that multiply the same input, and pack those that the CPU gains from packed.
+
+    Joined parameters have no names of their own any more: to save or train a model, load it again.
+    """
+    if _gains_from_packing(model):
+        # Packed, `up` multiplies by the gate at once, which a joined matrix could not.
+        for module in model.modules():
+            if isinstance(module, MLP):
+                _replace(module, _packed)
+    join_for_inference(model)
+    pack_for_inference(model)
+
+
+def join_for_inference(model: Model) -> None:
+    """Join queries, keys and values, and gate and up, in place: fewer and larger matmuls."""
+    for module in list(model.modules()):
+        if isinstance(module, RMSNorm | Attention | MLP | VisionAttention):
+            module.join()
 
 
 def _packed(module: nn.Module) -> nn.Module:
@@ -98,8 +125,14 @@ class PackedLinear(nn.Module):
         bias = linear.bias
         self.bias = None if bias is None else bias.detach().to(torch.bfloat16)
 
-    def forward(self, x: Float[Tensor, "*b i"]) -> Float[Tensor, "*b o"]:
-        return self._product(x, "none")
+    def forward(
+        self, x: Float[Tensor, "*b i"], residual: Float[Tensor, "*b o"] | None = None
+    ) -> Float[Tensor, "*b o"]:
+        if residual is None:
+            return self._product(x, "none")
+        if x.requires_grad or residual.requires_grad:
+            return residual + self._product(x, "none")
+        return self._product_and(x, residual, "add")
 
     def gelu(self, x: Float[Tensor, "*b i"]) -> Float[Tensor, "*b o"]:
         if x.requires_grad:
@@ -111,10 +144,13 @@ class PackedLinear(nn.Module):
     ) -> Float[Tensor, "*b o"]:
         if x.requires_grad or factor.requires_grad:
             return self(x) * factor
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(
-            x, factor, self.weight, self.bias, "mul"
+        return self._product_and(x, factor, "mul")
+
+    def _product_and(self, x: Tensor, other: Tensor, operation: str) -> Tensor:
+        found: Tensor = torch.ops.mkldnn._linear_pointwise(
+            x, other, self.weight, self.bias, operation
         )
-        return product
+        return found
 
     def _product(self, x: Tensor, activation: str) -> Tensor:
         def multiply(rows: Tensor) -> Tensor:
@@ -143,10 +179,12 @@ class Int8Linear(nn.Module):
         self.register_buffer("zeros", torch.zeros(len(whole), dtype=torch.int32))
         self.bias = None if linear.bias is None else linear.bias.detach().float()
 
-    def forward(self, x: Float[Tensor, "*b i"]) -> Float[Tensor, "*b o"]:
-        return (
-            _Product.apply(x, self._multiply, self.dense) if x.requires_grad else self._multiply(x)
-        )
+    def forward(
+        self, x: Float[Tensor, "*b i"], residual: Float[Tensor, "*b o"] | None = None
+    ) -> Float[Tensor, "*b o"]:
+        multiply = self._multiply
+        found = _Product.apply(x, multiply, self.dense) if x.requires_grad else multiply(x)
+        return found if residual is None else residual + found
 
     def gelu(self, x: Float[Tensor, "*b i"]) -> Float[Tensor, "*b o"]:
         return nn.functional.gelu(self(x), approximate="tanh")

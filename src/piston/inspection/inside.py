@@ -26,6 +26,7 @@ from piston.inspection.frames import Frame
 from piston.inspection.probe import Intervention, Probe, observed
 from piston.inspection.results import NOT_IN_JSON
 from piston.models.flow import Pi0
+from piston.models.gemma import Attention as AttentionOfLayer
 from piston.models.gemma import ExpertLayer, KVCache
 from piston.models.language import END_ID, PADDING_ID
 from piston.models.model import ActOptions
@@ -130,28 +131,23 @@ def record_attention(
 
     The weights are computed again, from the queries and keys that the layer uses.
     """
-    queries: dict[int, Tensor] = {}
 
-    def keep_queries(number: int, _module: object, _inputs: object, output: Tensor) -> None:
-        queries[number] = output
-
-    def compute(number: int, layer: ExpertLayer, inputs: Any, output: Any) -> None:
-        _, _, rope, mask, *_ = inputs
-        cache: KVCache = output[1]
-        size = layer.attention.size
-        heads = (size.num_heads, size.head_dim)
-        query = rope.rotate(queries.pop(number).unflatten(-1, heads)).transpose(1, 2)
-        keys = cache.read()[0].repeat_interleave(size.num_heads // size.num_kv_heads, 1)
+    def compute(
+        number: int, attention: AttentionOfLayer, inputs: Any, output: tuple[Tensor, KVCache]
+    ) -> None:
+        tokens, rope, _, mask = inputs
+        size = attention.size
+        query = attention.project(tokens, rope)[0].transpose(1, 2)
+        keys = output[1].read()[0].repeat_interleave(size.num_heads // size.num_kv_heads, 1)
         logits = query.float() @ keys.float().transpose(-1, -2) / size.head_dim**0.5
         if mask is not None:
-            logits = logits.masked_fill(~mask[:, None], -torch.inf)
+            logits = logits + mask[:, None]
         record(number, logits.softmax(-1))
 
     with contextlib.ExitStack() as hooks:
         for number, layer in enumerate(layers):
-            keep, use = (functools.partial(hook, number) for hook in (keep_queries, compute))
-            hooks.callback(layer.attention.query.register_forward_hook(keep).remove)
-            hooks.callback(layer.register_forward_hook(use).remove)
+            use = functools.partial(compute, number)
+            hooks.callback(layer.attention.register_forward_hook(use).remove)
         yield
 
 

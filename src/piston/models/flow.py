@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -34,10 +34,11 @@ from torch import Tensor
 
 from piston.models import language, masks
 from piston.models.configs import Pi0Config
-from piston.models.gemma import Expert, KVCache, Mask, Rope, Tokens
+from piston.models.gemma import Expert, KVCache, Mask, Modulation, Rope, Tokens
 from piston.models.integrator import Committed, integrate
 from piston.models.masks import TokenGroup
 from piston.models.model import ActOptions, Model, Prefix, Response
+from piston.models.precision import additive_mask
 from piston.models.suffix import AdaptiveSuffix, TokenSuffix
 from piston.observation import Actions, Observation
 
@@ -76,18 +77,23 @@ class Condition(NamedTuple):
     """All that depends on time alone, for one time per row, or one per row and action."""
 
     vector: Float[Tensor, "k _ d"]
-    modulations: list[Float[Tensor, "k _ d3"]]
+    modulations: list[Modulation]
 
     def at(self, row: int) -> Condition:
         """Return one time, which a whole batch can share."""
-        parts = [part[row : row + 1] for part in (self.vector, *self.modulations)]
-        return Condition(parts[0], parts[1:])
+        return self._map(lambda part: part[row : row + 1])
 
     def replaced(self, other: Condition, where: Bool[Tensor, "b h"]) -> Condition:
         """Return a condition per action: that of `other` for the actions that are named."""
-        pairs = zip((self.vector, *self.modulations), (other.vector, *other.modulations))
-        parts = [torch.where(where[..., None], theirs, ours) for ours, theirs in pairs]
-        return Condition(parts[0], parts[1:])
+        return self._map(lambda ours, theirs: torch.where(where[..., None], theirs, ours), other)
+
+    def _map(self, change: Callable[..., Tensor], *others: Condition) -> Condition:
+        """Apply a function to every tensor, and to those of other conditions in its place."""
+        modulations = [
+            Modulation(*map(change, *same))
+            for same in zip(self.modulations, *(other.modulations for other in others))
+        ]
+        return Condition(change(self.vector, *(other.vector for other in others)), modulations)
 
 
 class Pi0(Model):
@@ -387,14 +393,15 @@ class Pi0(Model):
     ) -> PrefixCache:
         """Return what the suffix needs, given the cached tokens that it attends to; None: all."""
         starts_block = self.starts_block(state.device)
-        behind = size if visible is None else visible.sum(1)[:, None]
+        end = size if visible is None else visible.sum(1)[:, None]
         steps = torch.arange(len(starts_block), device=state.device)[None]
-        rope = Rope.at(behind + steps, self.config.vlm.head_dim)
+        rope = Rope.at(end + steps, self.config.vlm.head_dim)
         mask = None
         if visible is not None:
             mask = masks.suffix_mask(visible, starts_block)
         elif self.suffix.has_state:
             mask = masks.suffix_mask(starts_block.new_ones(1, size), starts_block)
+        mask = additive_mask(mask, self.compute_dtype)
         return PrefixCache(caches, state.float(), rope, mask)
 
     def starts_block(self, device: torch.device) -> Bool[Tensor, " s"]:

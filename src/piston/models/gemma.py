@@ -36,30 +36,43 @@ _EPSILON = 1e-6
 _WAVELENGTH = 10_000.0
 
 Tokens = Float[Tensor, "b t d"]
-# Which of the cached tokens (columns) each new token (row) attends to; None: all of them.
-Mask = Bool[Tensor, "#b #t s"] | None
-# Scale, shift and gate of an adaptive norm, side by side, for all tokens or for each. None for a
-# plain norm.
-Modulation = Float[Tensor, "#b #t d3"] | None
+# Which of the cached tokens (columns) each new token (row) attends to, or what is added to the
+# logits for it; None: all of them.
+Mask = Bool[Tensor, "#b #t s"] | Float[Tensor, "#b #t s"] | None
+
+
+class Modulation(NamedTuple):
+    """What a condition makes of an adaptive norm, for all tokens or for each."""
+
+    # In float32; the scale includes its 1.
+    scale: Float[Tensor, "#b #t d"]
+    shift: Float[Tensor, "#b #t d"]
+    # Multiplies what the branch after the norm adds to the residual stream.
+    gate: Float[Tensor, "#b #t d"]
 
 
 class Rope(NamedTuple):
-    """Rotary angles of a sequence of tokens, computed once for all layers."""
+    """Rotary angles of a sequence of tokens, computed once for all layers.
 
-    cos: Float[Tensor, "#b t 1 e/2"]
-    sin: Float[Tensor, "#b t 1 e/2"]
+    The sines of the first half of the channels are negative.
+    """
+
+    cos: Float[Tensor, "#b t 1 e"]
+    sin: Float[Tensor, "#b t 1 e"]
 
     @classmethod
     def at(cls, positions: Int[Tensor, "b t"], head_dim: int) -> Rope:
         exponents = torch.arange(0, head_dim, 2, device=positions.device) / head_dim
         angles = positions[:, :, None, None] / _WAVELENGTH**exponents
-        return cls(angles.cos(), angles.sin())
+        cos, sin = angles.cos(), angles.sin()
+        return cls(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
 
     def rotate(self, x: Float[Tensor, "b t n e"]) -> Float[Tensor, "b t n e"]:
-        """Rotate channel i against channel i + e/2."""
-        first, second = x.float().chunk(2, dim=-1)
-        rotated = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
-        return torch.cat(rotated, dim=-1).to(x.dtype)
+        """Rotate channel i against channel i + e/2, in float32."""
+        swapped = x.roll(x.shape[-1] // 2, dims=-1)
+        if x.requires_grad:
+            return torch.addcmul(x * self.cos, swapped, self.sin).to(x.dtype)
+        return torch.addcmul(x * self.cos, swapped, self.sin, out=torch.empty_like(x))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,16 +124,25 @@ class KVCache:
 class RMSNorm(nn.Module):
     """Root-mean-square norm in float32; the scale is stored as its difference from 1."""
 
+    # 1 + scale, computed once for a model that is only used for inference.
+    factor: Float[Tensor, " d"] | None
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.zeros(width))
+        self.register_buffer("factor", None, persistent=False)
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.scale)
 
-    def forward(self, x: Tokens, modulation: Modulation = None) -> tuple[Tokens, None]:  # noqa: ARG002
-        normed = nn.functional.rms_norm(x.float(), x.shape[-1:], 1 + self.scale, _EPSILON)
-        return normed.to(x.dtype), None
+    @torch.no_grad()
+    def join(self) -> None:
+        """Compute once what depends on the parameter alone."""
+        self.factor = 1 + self.scale
+
+    def forward(self, x: Tokens, modulation: Modulation | None = None) -> Tokens:  # noqa: ARG002
+        factor = 1 + self.scale if self.factor is None else self.factor
+        return nn.functional.rms_norm(x.float(), x.shape[-1:], factor, _EPSILON).to(x.dtype)
 
 
 class ZeroLinear(precision.Linear):
@@ -138,19 +160,27 @@ class AdaptiveRMSNorm(nn.Module):
         super().__init__()
         self.modulation = ZeroLinear(width, 3 * width)
 
-    def forward(self, x: Tokens, modulation: Modulation) -> tuple[Tokens, Float[Tensor, "#b #t d"]]:
+    def modulate(self, condition: Float[Tensor, "b d"]) -> Modulation:
+        scale, shift, gate = self.modulation(condition)[:, None].chunk(3, dim=-1)
+        # A copy in float32, too: a layer that is compiled once takes no two views of one tensor.
+        return Modulation(1 + scale.float(), shift.to(torch.float32, copy=True), gate)
+
+    def forward(self, x: Tokens, modulation: Modulation | None) -> Tokens:
         assert modulation is not None
-        scale, shift, gate = modulation.chunk(3, dim=-1)
         normed = nn.functional.rms_norm(x.float(), x.shape[-1:], None, _EPSILON)
-        return (normed * (1 + scale.float()) + shift.float()).to(x.dtype), gate
+        return torch.addcmul(modulation.shift, normed, modulation.scale).to(x.dtype)
 
 
 class Attention(nn.Module):
-    """Queries, keys and values of one expert; the attention itself may span several experts."""
+    """Queries, keys and values of one expert; the attention itself may span several experts.
+
+    For inference the three matrices may be joined into one, which takes their place.
+    """
 
     def __init__(self, size: GemmaSize) -> None:
         super().__init__()
         self.size = size
+        self.joined: precision.Linear | None = None
         lora = size.lora if size.lora and size.lora.attention else None
         inner, inner_kv = size.num_heads * size.head_dim, size.num_kv_heads * size.head_dim
         self.query = make_linear(size.width, inner, lora, groups=size.num_heads)
@@ -158,35 +188,69 @@ class Attention(nn.Module):
         self.value = make_linear(size.width, inner_kv, lora, groups=size.num_kv_heads)
         self.output = make_linear(inner, size.width, lora)
 
+    def join(self) -> None:
+        """Join the matrices into one, unless they have adapters."""
+        self.joined = precision.join(self, ("query", "key", "value"))
+
+    def project(
+        self, x: Tokens, rope: Rope
+    ) -> tuple[Float[Tensor, "b t n e"], Float[Tensor, "b t k e"], Float[Tensor, "b t k e"]]:
+        """Return rotated queries, rotated keys, and values."""
+        if self.joined is None:
+            return rope.rotate(self._heads(self.query(x))), *self._keys_and_values(x, rope)
+        num_keys = self.size.num_kv_heads
+        heads = self._heads(self.joined(x))
+        rotated, values = rope.rotate(heads[:, :, :-num_keys]), heads[:, :, -num_keys:]
+        return rotated[:, :, :-num_keys], rotated[:, :, -num_keys:], values
+
     def extend(self, x: Tokens, rope: Rope, cache: KVCache) -> KVCache:
         """Add the keys and values of these tokens to the cache."""
-        heads = (self.size.num_kv_heads, self.size.head_dim)
-        keys, values = self.key(x).unflatten(-1, heads), self.value(x).unflatten(-1, heads)
-        return cache.extend(rope.rotate(keys), values)
+        if self.joined is None:
+            return cache.extend(*self._keys_and_values(x, rope))
+        return cache.extend(*self.project(x, rope)[1:])
 
-    def attend(self, x: Tokens, rope: Rope, cache: KVCache, mask: Mask) -> Tokens:
-        heads = (self.size.num_heads, self.size.head_dim)
-        query = rope.rotate(self.query(x).unflatten(-1, heads)).transpose(1, 2)
+    def _keys_and_values(self, x: Tokens, rope: Rope) -> tuple[Tensor, Tensor]:
+        return rope.rotate(self._heads(self.key(x))), self._heads(self.value(x))
+
+    def _heads(self, x: Float[Tensor, "b t ne"]) -> Float[Tensor, "b t n e"]:
+        return x.unflatten(-1, (-1, self.size.head_dim))
+
+    def forward(
+        self, x: Tokens, rope: Rope, cache: KVCache, mask: Mask
+    ) -> tuple[Float[Tensor, "b t ne"], KVCache]:
+        """Return the mixed values of all heads, before the output matrix, and the longer cache."""
+        queries, keys, values = self.project(x, rope)
+        cache = cache.extend(keys, values)
         # Unlike with enable_gqa, every kernel accepts a mask this way. A single key head is shared
         # as a view; several are repeated in memory.
         group = self.size.num_heads // self.size.num_kv_heads
         keys, values = (
             part[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2) for part in cache.read()
         )
-        mixed = precision.attention(query, keys, values, None if mask is None else mask[:, None])
-        return self.output(mixed.transpose(1, 2).flatten(2))
+        mask = None if mask is None else mask[:, None]
+        mixed = precision.attention(queries.transpose(1, 2), keys, values, mask)
+        return mixed.transpose(1, 2).flatten(2), cache
 
 
 class MLP(nn.Module):
     def __init__(self, size: GemmaSize) -> None:
         super().__init__()
+        self.joined: precision.Linear | None = None
         lora = size.lora if size.lora and size.lora.mlp else None
         self.gate = make_linear(size.width, size.mlp_dim, lora)
         self.up = make_linear(size.width, size.mlp_dim, lora)
         self.down = make_linear(size.mlp_dim, size.width, lora)
 
-    def forward(self, x: Tokens) -> Tokens:
-        return self.down(self.up.times(x, self.gate.gelu(x)))
+    def join(self) -> None:
+        """Join gate and up into one matrix, unless they have adapters."""
+        self.joined = precision.join(self, ("gate", "up"))
+
+    def forward(self, x: Tokens) -> Float[Tensor, "b t m"]:
+        """Return the hidden numbers, before the matrix that leads down again."""
+        if self.joined is None:
+            return self.up.times(x, self.gate.gelu(x))
+        gate, up = self.joined(x).chunk(2, dim=-1)
+        return nn.functional.gelu(gate, approximate="tanh") * up
 
 
 class ExpertLayer(nn.Module):
@@ -200,8 +264,7 @@ class ExpertLayer(nn.Module):
 
     def prefill(self, x: Tokens, cache: KVCache, rope: Rope) -> KVCache:
         """Compute keys and values only: all that later tokens need of a prefix's last layer."""
-        normed, _ = self.attention_norm(x, None)
-        return self.attention.extend(normed, rope, cache)
+        return self.attention.extend(self.attention_norm(x), rope, cache)
 
     def forward(
         self,
@@ -209,16 +272,23 @@ class ExpertLayer(nn.Module):
         cache: KVCache,
         rope: Rope,
         mask: Mask,
-        attention_modulation: Modulation,
-        mlp_modulation: Modulation,
+        attention_modulation: Modulation | None,
+        mlp_modulation: Modulation | None,
     ) -> tuple[Tokens, KVCache]:
-        normed, gate = self.attention_norm(x, attention_modulation)
-        cache = self.attention.extend(normed, rope, cache)
-        branch = self.attention.attend(normed, rope, cache, mask)
-        x = x + branch if gate is None else x + branch * gate
-        normed, gate = self.mlp_norm(x, mlp_modulation)
-        branch = self.mlp(normed)
-        return x + branch if gate is None else x + branch * gate, cache
+        normed = self.attention_norm(x, attention_modulation)
+        mixed, cache = self.attention(normed, rope, cache, mask)
+        x = _add_branch(x, self.attention.output, mixed, attention_modulation)
+        hidden = self.mlp(self.mlp_norm(x, mlp_modulation))
+        return _add_branch(x, self.mlp.down, hidden, mlp_modulation), cache
+
+
+def _add_branch(
+    x: Tokens, linear: nn.Module, branch: Tensor, modulation: Modulation | None
+) -> Tokens:
+    """Add the last matrix of a branch, times its gate, to the residual stream."""
+    if modulation is None:
+        return linear(branch, x)
+    return torch.addcmul(x, linear(branch), modulation.gate)
 
 
 class TokenEmbedding(nn.Embedding):
@@ -247,11 +317,11 @@ class Expert(nn.Module):
     def embed(self, token_ids: Int[Tensor, "*b"], dtype: torch.dtype) -> Float[Tensor, "*b d"]:
         return (self.embedding(token_ids).float() * self.size.width**0.5).to(dtype)
 
-    def modulate(self, condition: Float[Tensor, "b d"]) -> list[Float[Tensor, "b 1 d3"]]:
+    def modulate(self, condition: Float[Tensor, "b d"]) -> list[Modulation]:
         """Return the modulation of every adaptive norm: two per layer, then the last norm."""
         norms = (n for layer in self.layers for n in (layer.attention_norm, layer.mlp_norm))
         adaptive = (n for n in (*norms, self.norm) if isinstance(n, AdaptiveRMSNorm))
-        return [norm.modulation(condition)[:, None] for norm in adaptive]
+        return [norm.modulate(condition) for norm in adaptive]
 
     def empty_caches(self, batch: int, capacity: int, like: Tensor) -> list[KVCache]:
         """Return one cache per layer with room for `capacity` tokens, in the dtype of `like`."""
@@ -264,21 +334,23 @@ class Expert(nn.Module):
         caches: Sequence[KVCache],
         rope: Rope,
         mask: Mask = None,
-        modulations: Sequence[Modulation] | None = None,
+        modulations: Sequence[Modulation | None] | None = None,
     ) -> tuple[Tokens, list[KVCache]]:
         """Return the output of the last norm, and the caches extended by these tokens."""
         modulations = modulations or [None] * (2 * len(self.layers) + 1)
+        mask = precision.additive_mask(mask, tokens.dtype)
         extended = []
         for index, (layer, cache) in enumerate(zip(self.layers, caches)):
             pair = modulations[2 * index : 2 * index + 2]
             tokens, cache = self._run(layer, tokens, cache, rope, mask, *pair)
             extended.append(cache)
-        return self.norm(tokens, modulations[-1])[0], extended
+        return self.norm(tokens, modulations[-1]), extended
 
     def prefill(
         self, tokens: Tokens, caches: Sequence[KVCache], rope: Rope, mask: Mask = None
     ) -> list[KVCache]:
         """Return the caches as `forward` does, without the work that only its output needs."""
+        mask = precision.additive_mask(mask, tokens.dtype)
         extended = []
         for layer, cache in zip(self.layers[:-1], caches):
             tokens, cache = self._run(layer, tokens, cache, rope, mask, None, None)
@@ -286,14 +358,22 @@ class Expert(nn.Module):
         return [*extended, self.layers[-1].prefill(tokens, caches[-1], rope)]
 
     def _run(
-        self, layer: ExpertLayer, tokens: Tokens, cache: KVCache, rope: Rope, *others: Any
+        self,
+        layer: ExpertLayer,
+        tokens: Tokens,
+        cache: KVCache,
+        rope: Rope,
+        mask: Mask,
+        *modulations: Modulation | None,
     ) -> tuple[Tokens, KVCache]:
         if self.gradient_checkpointing:
+            others: Any = (mask, *modulations)
             return checkpoint(layer, tokens, cache, rope, *others, use_reentrant=False)
         if cache.has_room:  # and is written in place
-            return layer(tokens, cache, rope, *others)
+            return layer(tokens, cache, rope, mask, *modulations)
+        parts = [part for modulation in modulations for part in modulation or ()]
         tokens, keys, values = _run_on_tensors(
-            layer, tokens, cache.keys, cache.values, *rope, *others
+            layer, tokens, cache.keys, cache.values, *rope, mask, *parts
         )
         return tokens, KVCache(keys, values, keys.shape[2])
 
@@ -306,8 +386,11 @@ def _run_on_tensors(
     values: Tensor,
     cos: Tensor,
     sin: Tensor,
-    *others: Tensor | None,
+    mask: Mask,
+    *parts: Tensor,
 ) -> tuple[Tokens, Tensor, Tensor]:
-    """Run a layer behind a cache without room."""
-    tokens, cache = layer(tokens, KVCache(keys, values, keys.shape[2]), Rope(cos, sin), *others)
+    """Run a layer after a cache without room; `parts` are those of two modulations, or none."""
+    cache = KVCache(keys, values, keys.shape[2])
+    pair = (Modulation(*parts[:3]), Modulation(*parts[3:])) if parts else (None, None)
+    tokens, cache = layer(tokens, cache, Rope(cos, sin), mask, *pair)
     return tokens, cache.keys, cache.values

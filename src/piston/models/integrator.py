@@ -115,7 +115,7 @@ def integrate(
             direction = velocity(actions, step)
         else:
             direction = _guided_velocity(velocity, actions, step, num_steps, guidance)
-        path.append(keep(actions - direction / num_steps))
+        path.append(keep(torch.sub(actions, direction, alpha=1 / num_steps)))
     return torch.stack(path)
 
 

@@ -47,13 +47,15 @@ class LoRALinear(Linear):
         nn.init.normal_(self.lora_a, std=self.in_features**-0.5)
         nn.init.zeros_(self.lora_b)  # so that training starts from the base model
 
-    def forward(self, x: Float[Tensor, "*b i"]) -> Float[Tensor, "*b o"]:
+    def forward(
+        self, x: Float[Tensor, "*b i"], residual: Float[Tensor, "*b o"] | None = None
+    ) -> Float[Tensor, "*b o"]:
         a, b = self.lora_a.to(x.dtype), self.lora_b.to(x.dtype)
         narrow = nn.functional.linear(x, a.flatten(0, 1)).unflatten(-1, a.shape[:2])
+        base = super().forward(x, residual)
         if len(a) == 1:
-            return super().forward(x) + self.scale * nn.functional.linear(narrow[..., 0, :], b[0])
-        correction = torch.einsum("...gr,gor->...go", narrow, b)
-        return super().forward(x) + self.scale * correction.flatten(-2)
+            return base + self.scale * nn.functional.linear(narrow[..., 0, :], b[0])
+        return base + self.scale * torch.einsum("...gr,gor->...go", narrow, b).flatten(-2)
 
     @torch.no_grad()
     def merged(self) -> Linear:

@@ -122,10 +122,11 @@ def suffix_mask(
     prefix: Bool[Tensor, "b p"], starts_block: Bool[Tensor, " s"]
 ) -> Bool[Tensor, "b s t"]:
     """Return what suffix tokens attend to: which tokens of the prefix, and among themselves."""
-    prefix_size = prefix.shape[1]
-    valid = torch.cat((prefix, prefix.new_ones(prefix.shape[0], len(starts_block))), dim=1)
-    starts = torch.cat((starts_block.new_zeros(prefix_size), starts_block))
-    return block_mask(valid, starts[None])[:, prefix_size:]
+    size = len(starts_block)
+    block = starts_block.cumsum(0)
+    # Not `len(prefix)`, which is a constant in an exported graph.
+    among = (block <= block[:, None]).expand(prefix.shape[0], -1, -1)
+    return torch.cat((prefix[:, None].expand(-1, size, -1), among), dim=2)
 
 
 class TokenGroup(NamedTuple):

@@ -13,7 +13,7 @@ rounded: never less exact, and activations stay bfloat16.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from jaxtyping import Bool, Float
@@ -38,17 +38,31 @@ class Linear(nn.Linear):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, x: Float[Tensor, "*b i"]) -> Float[Tensor, "*b o"]:
-        if x.device.type == "cpu" and x.dtype == torch.bfloat16:
-            if self.cpu_product == "tiles":
-                rows = x.reshape(-1, x.shape[-1])
-                product = cpu.tile_product(rows, self.weight.t(), self.bias, x.dtype)
-                return product.view(*x.shape[:-1], self.out_features)
-            has_many_rows = x.numel() >= _MIN_ROWS_IN_FLOAT32 * x.shape[-1]
-            if self.cpu_product == "float32" and has_many_rows:
-                return linear_in_float32(x, self.weight, self.bias, x.dtype)
+    def forward(
+        self, x: Float[Tensor, "*b i"], residual: Float[Tensor, "*b o"] | None = None
+    ) -> Float[Tensor, "*b o"]:
+        """Return the map of `x`, added to `residual` if there is one."""
+        product = self._product_of(x)
+        if residual is not None:
+            if product != "torch" or self.bias is not None:
+                return residual + self.forward(x)
+            rows, weight = x.flatten(0, -2), self.weight.to(x.dtype)
+            return torch.addmm(residual.flatten(0, -2), rows, weight.t()).view(residual.shape)
+        if product == "tiles":
+            rows = x.reshape(-1, x.shape[-1])
+            found = cpu.tile_product(rows, self.weight.t(), self.bias, x.dtype)
+            return found.view(*x.shape[:-1], self.out_features)
+        if product == "float32":
+            return linear_in_float32(x, self.weight, self.bias, x.dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return nn.functional.linear(x, self.weight.to(x.dtype), bias)
+
+    def _product_of(self, x: Float[Tensor, "*b i"]) -> cpu.Product:
+        """Return how this input is multiplied."""
+        if x.device.type != "cpu" or x.dtype != torch.bfloat16:
+            return "torch"
+        has_few_rows = x.numel() < _MIN_ROWS_IN_FLOAT32 * x.shape[-1]
+        return "torch" if self.cpu_product == "float32" and has_few_rows else self.cpu_product
 
     # What follows a product in an MLP: packed weights (`inference.packing`) do both at once.
 
@@ -59,6 +73,25 @@ class Linear(nn.Linear):
         self, x: Float[Tensor, "*b i"], factor: Float[Tensor, "*b o"]
     ) -> Float[Tensor, "*b o"]:
         return self(x) * factor
+
+
+def join(parent: nn.Module, names: Sequence[str]) -> Linear | None:
+    """Replace maps of one input by a single one, whose output has theirs side by side.
+
+    Its matrix takes the place of theirs: `parent` loses them, and the result has to be kept there.
+    Where one of them is no plain `Linear` (adapters, eight bits), nothing changes: None.
+    """
+    linears = [getattr(parent, name) for name in names]
+    if any(type(linear) is not Linear for linear in linears):
+        return None
+    joined = linears[0]
+    for name, _ in list(joined.named_parameters()):
+        parts = [getattr(linear, name).detach() for linear in linears]
+        setattr(joined, name, nn.Parameter(torch.cat(parts), requires_grad=False))
+    joined.out_features = len(joined.weight)
+    for name in names:
+        delattr(parent, name)
+    return joined
 
 
 def linear_in_float32(
@@ -100,15 +133,28 @@ def held_as_asked(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
                 yield f"{path}.{name}".removeprefix("."), parameter
 
 
+def additive_mask(
+    mask: Bool[Tensor, "*b t s"] | Float[Tensor, "*b t s"] | None, dtype: torch.dtype
+) -> Float[Tensor, "*b t s"] | None:
+    """Return what is added to attention logits, so that no layer has to convert a mask."""
+    if mask is None or mask.is_floating_point():
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), -torch.inf)
+
+
 def attention(
     query: Float[Tensor, "b n t d"],
     key: Float[Tensor, "b n s d"],
     value: Float[Tensor, "b n s d"],
-    mask: Bool[Tensor, "#b 1 #t s"] | None = None,
+    mask: Bool[Tensor, "#b 1 #t s"] | Float[Tensor, "#b 1 #t s"] | None = None,
 ) -> Float[Tensor, "b n t d"]:
-    """Softmax attention; logits and softmax accumulate in float32 for every input precision."""
+    """Softmax attention; logits and softmax accumulate in float32 for every input precision.
+
+    `mask` says what is attended to, or is added to the logits (see `additive_mask`).
+    """
     dtype = query.dtype
     if query.device.type == "cpu" and query.requires_grad:
         # The backward pass of bfloat16 attention on CPUs is several times slower than float32's.
         query, key, value = query.float(), key.float(), value.float()
+        mask = mask.float() if mask is not None and mask.is_floating_point() else mask
     return nn.functional.scaled_dot_product_attention(query, key, value, mask).to(dtype)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from piston.models.configs import VisionSize
 from piston.models.layers import compiled_once
-from piston.models.precision import Linear, attention
+from piston.models.precision import Linear, attention, join
 from piston.observation import Image
 
 
@@ -25,24 +25,35 @@ class LayerNorm(nn.LayerNorm):
     """LayerNorm computed in float32 and returned in its input's dtype."""
 
     def forward(self, x: Float[Tensor, "n t d"]) -> Float[Tensor, "n t d"]:
+        if x.device.type == "cpu":  # whose kernel converts, number by number
+            return super().forward(x)
         return super().forward(x.float()).to(x.dtype)
 
 
 class Attention(nn.Module):
     def __init__(self, size: VisionSize) -> None:
         super().__init__()
+        self.joined: Linear | None = None
         self.num_heads = size.num_heads
         self.query = Linear(size.width, size.width)
         self.key = Linear(size.width, size.width)
         self.value = Linear(size.width, size.width)
         self.output = Linear(size.width, size.width)
 
+    def join(self) -> None:
+        """Join the matrices of queries, keys and values into one, for inference."""
+        self.joined = join(self, ("query", "key", "value"))
+
     def forward(self, x: Float[Tensor, "n t d"]) -> Float[Tensor, "n t d"]:
+        """Return the mixed values of all heads, before the output matrix."""
+        if self.joined is None:
+            parts = [linear(x) for linear in (self.query, self.key, self.value)]
+        else:
+            parts = self.joined(x).chunk(3, dim=-1)
         query, key, value = (
-            linear(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for linear in (self.query, self.key, self.value)
+            part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in parts
         )
-        return self.output(attention(query, key, value).transpose(1, 2).flatten(2))
+        return attention(query, key, value).transpose(1, 2).flatten(2)
 
 
 class MLP(nn.Module):
@@ -51,8 +62,9 @@ class MLP(nn.Module):
         self.up = Linear(size.width, size.mlp_dim)
         self.down = Linear(size.mlp_dim, size.width)
 
-    def forward(self, x: Float[Tensor, "n t d"]) -> Float[Tensor, "n t d"]:
-        return self.down(self.up.gelu(x))
+    def forward(self, x: Float[Tensor, "n t d"]) -> Float[Tensor, "n t m"]:
+        """Return the hidden numbers, before the matrix that leads down again."""
+        return self.up.gelu(x)
 
 
 class Block(nn.Module):
@@ -64,8 +76,8 @@ class Block(nn.Module):
         self.mlp = MLP(size)
 
     def forward(self, x: Float[Tensor, "n t d"]) -> Float[Tensor, "n t d"]:
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
+        x = self.attention.output(self.attention(self.attention_norm(x)), x)
+        return self.mlp.down(self.mlp(self.mlp_norm(x)), x)
 
 
 def make_patch_embedding(size: VisionSize) -> nn.Module:
