@@ -8,7 +8,7 @@ import time
 
 import pytest
 from openpi_client.websocket_client_policy import WebsocketClientPolicy
-from websockets.exceptions import InvalidHandshake
+from websockets.exceptions import WebSocketException
 from websockets.sync.client import connect
 
 SCRIPT = """
@@ -60,7 +60,7 @@ def wait_for(process: subprocess.Popen, text: str) -> str:
 def accepts_connections(port: int) -> bool:
     try:
         connect(f"ws://127.0.0.1:{port}", open_timeout=5).close()
-    except (OSError, InvalidHandshake):
+    except (OSError, WebSocketException):
         return False
     return True
 
