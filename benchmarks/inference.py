@@ -31,7 +31,7 @@ from common import main, median_seconds, seconds_of
 from piston import weights
 from piston.cli.console import console, table
 from piston.inference.compiled import Buckets, GraphEngine, compile_graphs
-from piston.inference.packing import Int8Linear, pack_for_inference, quantize_for_inference
+from piston.inference.packing import Int8Linear, prepare_for_inference, quantize_for_inference
 from piston.models import cpu
 from piston.models.configs import GEMMA, VISION, GemmaSize, Pi0Config
 from piston.models.flow import Pi0
@@ -63,8 +63,8 @@ class Arguments:
 
     # The family, or a dummy to see that the benchmark works.
     model: Annotated[Literal["pi0", "pi05", "dummy"], tyro.conf.Positional]
-    # What is measured: the model as it is (eager), compiled, held in eight bits (CPUs), or with one
-    # denoising step, as after `piston distill`.
+    # What is measured: the model as it is served (eager), compiled, held in eight bits (CPUs), or
+    # with one denoising step, as after `piston distill`.
     ways: tuple[Way, ...] = ("eager",)
     # What the weights are held in; int8 is a way of its own.
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -137,7 +137,7 @@ def run(options: Arguments) -> None:
             else:
                 model = _model_of(way, config, options.dtype, drawn=options.cosine)
             if way != "compiled":
-                pack_for_inference(model)
+                prepare_for_inference(model)
             model.to(device)
             cosine = math.nan
             if exact is not None and way in ("eager", "int8"):

@@ -1,6 +1,7 @@
 """Imports go one way. This test reads every import in the source and holds the line."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,14 @@ def test_imports_point_backwards(path):
     assert own in LEVEL, f"{own} has no row in this test: decide where it stands"
     later = {name for name in imported if LEVEL[name] >= LEVEL[own]}
     assert not later, f"{path.relative_to(SOURCE)} may not import {sorted(later)}"
+
+
+def test_the_tree_in_the_readme_has_every_part_in_this_order():
+    text = (Path(__file__).parent.parent / "README.md").read_text("utf-8")
+    tree = text.partition("\nsrc/piston/\n")[2].partition("\n```")[0]
+    shown = re.findall(r"^  (\w+)(?:/|\.py) ", tree, re.MULTILINE)
+    assert sorted(shown) == sorted(LEVEL)
+    assert shown == sorted(shown, key=LEVEL.__getitem__)
 
 
 @pytest.mark.parametrize("path", sorted(CLIENT.rglob("*.py")), ids=lambda path: path.name)

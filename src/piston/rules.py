@@ -1,8 +1,8 @@
 """Rules: from which number on something is a finding, how bad that is, and what is said then.
 
-The verdicts of the inspector and the checks of a dataset are tables of rules, one row for each
-kind. A new one is a row and the function that returns its number; JSON, pages and the table in the
-documentation follow from the row.
+The verdicts of the inspector are tables of rules, one row for each kind. A new one is a row and the
+function that returns its number; JSON, pages and the table in the documentation follow from the
+row.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, Generic, Literal, TypeVar
 
 T = TypeVar("T")
 
-# The last two of each are for information: a remark or a note may be intended.
-Severity = Literal["error", "problem", "warning", "remark", "note"]
+# A problem is to be fixed; a remark is for information, and may be intended.
+Severity = Literal["problem", "remark"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 
 from piston.inspection.frames import Frames
 from piston.inspection.inside import END, START, inside, record_attention, words_of
-from piston.inspection.probe import Intervention, Probe, observed
+from piston.inspection.probe import Intervention, Probe
 from piston.robots.description import DescribedRobotDataConfig
 from piston.tokenizers.fast import FASTTokenizer
 from piston.tokenizers.text import BytesTokenizer
@@ -55,7 +55,7 @@ def test_the_weights_times_the_values_are_what_each_layer_attends_to(flow, hooke
     probe, frame = Probe(policy, [0]), frames[0, 3]
     shorter = Intervention(prompt="o", off=(BASE_SLOT,))
     versions = [probe.prepare(frame, one) for one in (Intervention(), shorter)]
-    observation = observed(policy, versions)
+    observation = policy.runner.observe(versions)
     noise = torch.randn(2, HORIZON, DIM + 1, generator=torch.Generator().manual_seed(0))
     with record_attention(layers, lambda layer, found: weights.append((layer, found))):
         recorded = policy.model.act(observation, noise, num_steps=2)
@@ -138,7 +138,7 @@ def test_the_written_tokens_have_the_probabilities_they_were_chosen_by(fast, fol
     found = inside(probe, frame)
     assert found.path is None
     assert found.attention is None
-    observation = observed(fast, [probe.prepare(frame, Intervention())])
+    observation = fast.runner.observe([probe.prepare(frame, Intervention())])
     tokens = policy.model.act(observation)[0].tolist()
     prompt = policy.data.model_transforms.outputs[0].prompt
     assert [one.text for one in found.written] == [prompt.describe(token) for token in tokens]

@@ -1,6 +1,5 @@
 """A headless Chromium, spoken to over its DevTools protocol."""
 
-import base64
 import contextlib
 import copy
 import itertools
@@ -117,10 +116,6 @@ class Browser:
             place = {"x": at["x"] + x * at["width"], "y": at["y"] + y * at["height"]}
             button = {"button": "left", "buttons": 1, "clickCount": 1}
             self.call("Input.dispatchMouseEvent", type=f"mouse{kind}", **place, **button)
-
-    def screenshot(self, path):
-        answer = self.call("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(answer["data"]))
 
     def told(self, *methods):
         return [event["params"] for event in self.events if event.get("method") in methods]

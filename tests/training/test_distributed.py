@@ -110,10 +110,7 @@ def _gradient_norms(run):
 def test_two_processes_do_what_one_does(runs, case, sharding):
     one, two = runs[case, "none"], runs[case, sharding]
     assert losses(two)[:6] == pytest.approx(losses(one), rel=1e-4)
-    norms = [
-        [line["gradient_norm"] for line in metrics(run) if "loss" in line] for run in (one, two)
-    ]
-    assert norms[1][:6] == pytest.approx(norms[0], rel=1e-3)
+    assert _gradient_norms(two)[:6] == pytest.approx(_gradient_norms(one), rel=1e-3)
     assert_same_tensors(state(one / "5"), state(two / "5"), TOLERANCE)
 
 

@@ -36,6 +36,7 @@ from piston.inference.compiled import (
     refuse_to_compile,
 )
 from piston.models import cpu
+from piston.models.build import build_on_meta
 from piston.models.flow import Pi0
 from piston.models.model import Model
 from piston.models.precision import Linear
@@ -43,7 +44,6 @@ from piston.models.static import StaticDenoise, StaticPrefill
 from piston.progress import ProgressBar
 from piston.serialization import to_json
 from piston.transforms.normalize import NormStats, norm_stats_from_json, norm_stats_to_json
-from piston.weights import build_on_meta
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram

@@ -1,4 +1,6 @@
-"""Matrices of a model in the form in which this CPU multiplies them fastest: packed, or in int8.
+"""Matrices of a model in the form in which they are multiplied fastest: joined, packed, or in int8.
+
+Matrices of one input are joined into one on every device: fewer and larger products.
 
 oneDNN, which multiplies for PyTorch, rearranges the weight of every product before it begins. A
 packed weight is rearranged once, when a policy is loaded, into memory of its own, so that it makes
@@ -11,9 +13,10 @@ pairs of products in 16 bits, tokens have seven bits, so that this holds there t
 table is held in int8 as well, unless the model also writes words with it. Norms, attention and the
 small maps of the suffix stay as they are.
 
-Both are for inference on CPUs. Derivatives with respect to inputs exist, because guided real-time
-chunking needs them; those with respect to weights do not. Packed weights are no parameters: a
-packed model cannot be copied, saved or moved to another device. Load it again instead.
+Packing and int8 are for inference on CPUs. Derivatives with respect to inputs exist, because guided
+real-time chunking needs them; those with respect to weights do not. Packed weights are no
+parameters: a packed model cannot be copied, saved or moved to another device. Load it again
+instead.
 """
 
 from __future__ import annotations

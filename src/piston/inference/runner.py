@@ -164,8 +164,9 @@ class Runner:
         )
 
     def _act(self, requests: Sequence[ModelRequest], options: ActOptions) -> list[ModelOutput]:
+        observation = self.observe([request.inputs for request in requests])
         with torch.no_grad():
-            response = (self._engine or self.model).act_with(self._observed(requests), options)
+            response = (self._engine or self.model).act_with(observation, options)
         actions = response.actions.cpu()  # waits until the device has finished
         paths = [None] * len(requests) if response.path is None else response.path.cpu().unbind(1)
         texts = [None] * len(requests) if response.text is None else response.text.tolist()
@@ -174,14 +175,15 @@ class Runner:
     def _answer(self, requests: Sequence[ModelRequest]) -> list[ModelOutput]:
         """Write the answers to questions; nothing is denoised."""
         assert isinstance(self.model, Pi0)
+        observation = self.observe([request.inputs for request in requests])
         with torch.no_grad():
-            _, text = self.model.respond(self._observed(requests))
+            _, text = self.model.respond(observation)
         assert text is not None
         return [ModelOutput(None, None, tokens) for tokens in text.tolist()]
 
-    def _observed(self, requests: Sequence[ModelRequest]) -> Observation:
-        stacked = stack_samples([request.inputs for request in requests])
-        return Observation.from_dict(stacked).to(self.device)
+    def observe(self, inputs: Sequence[Data]) -> Observation:
+        """Return what the model observes of the inputs of prepared requests."""
+        return Observation.from_dict(stack_samples(inputs)).to(self.device)
 
     def _noise(self, requests: Sequence[ModelRequest]) -> Tensor:
         return self._stack([request.noise for request in requests if request.noise is not None])

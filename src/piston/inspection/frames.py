@@ -19,9 +19,9 @@ from piston.data.dataset import LeRobotDataset
 from piston.data.format import read_features, read_info
 from piston.data.location import locate
 from piston.data.metadata import Metadata
-from piston.data.open import repacked
+from piston.data.open import PADDING_KEY, repacked
 from piston.data.pipeline import action_names, open_source
-from piston.data.samples import PADDING_KEY, PromptFromItem
+from piston.data.samples import PromptFromItem
 from piston.inference.policy import Policy
 from piston.inference.recording import ACTION, CHUNK, NO_PROMPT, recorded_column
 from piston.inspection.results import evenly

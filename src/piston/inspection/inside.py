@@ -23,7 +23,7 @@ from torch import Tensor
 
 from piston.inference.policy import Policy
 from piston.inspection.frames import Frame
-from piston.inspection.probe import Intervention, Probe, observed
+from piston.inspection.probe import Intervention, Probe
 from piston.inspection.results import NOT_IN_JSON
 from piston.models.flow import Pi0
 from piston.models.gemma import Attention as AttentionOfLayer
@@ -116,7 +116,7 @@ def denoise(
     """
     start = torch.from_numpy(noise[None]).to(policy.device)
     options = ActOptions(start, num_steps=policy.num_steps)
-    _, text, path = policy.model.act_with(observed(policy, [seen]), options)
+    _, text, path = policy.model.act_with(policy.runner.observe([seen]), options)
     assert path is not None
     words = [] if text is None else text[0].tolist()
     words = list(itertools.takewhile(lambda token: token not in (PADDING_ID, END_ID), words))
@@ -204,7 +204,7 @@ def words_of(tokenizer: TextTokenizer, ids: Sequence[int]) -> tuple[tuple[str, .
 def _written(policy: Policy, seen: Data) -> tuple[WrittenToken, ...]:
     """Return the tokens of a model that writes them, with those that it could have written."""
     logits: list[Tensor] = []
-    tokens = policy.model.act(observed(policy, [seen]), visit=logits.append)[0].tolist()
+    tokens = policy.model.act(policy.runner.observe([seen]), visit=logits.append)[0].tolist()
     prompt = _the(TokenizeFASTInputs, policy).prompt
     written = []
     for token, one in zip(tokens, logits, strict=True):

@@ -44,7 +44,6 @@ def compare(
 ) -> Comparison:
     """Compare all numbers, and some images of each set."""
     total = TRAINING_IMAGES + LIVE_IMAGES
-
     ours = ComparedSet(policy, training, TRAINING_IMAGES, lambda n, *_: progress(n, total))
     before = len(ours.rows)
     theirs = ComparedSet(policy, live, LIVE_IMAGES, lambda n, *_: progress(before + n, total))

@@ -23,7 +23,6 @@ from piston.inference.policy import Policy
 from piston.inspection.frames import Frame, camera_names, state_dims
 from piston.models.flow import Pi0
 from piston.models.model import ActOptions
-from piston.observation import Observation, stack_samples
 from piston.progress import Progress, no_progress
 from piston.serialization import register
 from piston.transforms import Data
@@ -195,7 +194,7 @@ class Probe:
     def _answer(self, group: Sequence[Sequence[Data]]) -> list[np.ndarray]:
         """Return (n, h, a) for each version; every prefix of the group has as many versions."""
         policy, model = self.policy, self.policy.model
-        observation = observed(policy, [versions[0] for versions in group])
+        observation = policy.runner.observe([versions[0] for versions in group])
         seen = list(itertools.chain(*group))
         self.num_prefixes += len(group)
         self.num_chunks += len(seen)
@@ -216,12 +215,6 @@ class Probe:
             np.stack([policy.to_robot(one, chunk)["actions"] for chunk in chunks])
             for one, chunks in zip(seen, drawn, strict=True)
         ]
-
-
-def observed(policy: Policy, seen: Sequence[Data]) -> Observation:
-    """Return what the model observes of inputs that `Probe.prepare` returned."""
-    without_noise = [{k: v for k, v in one.items() if k != "noise"} for one in seen]
-    return Observation.from_dict(stack_samples(without_noise)).to(policy.device)
 
 
 def _prefix_of(seen: Data) -> bytes:

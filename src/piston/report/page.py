@@ -114,7 +114,6 @@ def _cards(
     prediction: Prediction | None,
 ) -> Iterator[Card]:
     """Yield a card for each headline number that is known."""
-
     for evaluation in evaluations:
         rate = evaluation.success
         low, high = rate.interval

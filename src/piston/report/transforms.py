@@ -159,7 +159,6 @@ def _row(key: str, value: Any) -> tuple[str, str, str, str]:
         text = str(bool(array)) if array.ndim == 0 else f"{array.sum()} of {array.size} true"
     elif array.dtype.kind in "iuf" and array.size:
         text = f"{array.min():.4g} … {array.max():.4g}" if array.ndim else f"{array.item():.5g}"
-
     shape = " × ".join(map(str, array.shape)) or "–"
     return Markup("<code>{}</code>").format(key), kind, shape, shortened(text, _LONGEST_TEXT)
 

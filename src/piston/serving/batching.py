@@ -9,7 +9,7 @@ whose policy is fast, does not wait.
     robot B   ───?────────?──────?─      [  policy working
     policy    ───[ AB ]───[ AB ]─[       a batch starts when B, which is due, has asked as well
 
-Everything but the inference runs in the event loop, so nothing here needs a lock.
+Everything but the work of the policy runs in the event loop, so nothing here needs a lock.
 """
 
 from __future__ import annotations

@@ -9,11 +9,7 @@ from piston.weights.checkpoint import (
 )
 from piston.weights.conversion import FORMATS, Format, convert
 from piston.weights.lerobot import read_statistics
-from piston.weights.models import (
-    load_into,
-    load_model,
-    save_model,
-)
+from piston.weights.models import load_model, save_model
 from piston.weights.tensors import CheckpointError
 
 __all__ = [
@@ -26,7 +22,6 @@ __all__ = [
     "build_on_meta",
     "convert",
     "expected_shapes",
-    "load_into",
     "load_model",
     "open_checkpoint",
     "read_statistics",

@@ -71,38 +71,6 @@ def load_model(
     return model
 
 
-def load_into(
-    model: Model,
-    checkpoint: Checkpoint,
-    allow_missing: Iterable[str] = (),
-    *,
-    dtype: torch.dtype | None = None,
-    device: str | torch.device = "cpu",
-) -> list[str]:
-    """Fill every tensor of the model; return the names that are not in the checkpoint.
-
-    Patterns in `allow_missing` (`"*.lora_?"`) allow tensors to be missing: they start as in a new
-    model. Any other missing, extra or mis-shaped tensor is an error, raised before the model is
-    changed. A model on the meta device gets memory on `device`, in `dtype`. A model that has memory
-    is filled in place in its own dtypes; if a file cannot be read, all of it becomes NaN.
-    """
-    new = _check_tensors(model, checkpoint, allow_missing)
-    state = model.state_dict()
-    on_meta = [tensor.is_meta for tensor in state.values()]
-    if any(on_meta) and not all(on_meta):
-        raise ValueError("Part of the model is on the meta device. Build all of it on one device.")
-    if any(on_meta):
-        _fill_on_meta(model, checkpoint, new, dtype, device)
-        return new
-    try:
-        _read_all(checkpoint, lambda name: checkpoint.entries[name].read_into(state[name]))
-    except BaseException:
-        for name in checkpoint.entries:  # a mixture of old and new weights must not be used
-            state[name].fill_(torch.nan)
-        raise
-    return new
-
-
 def _check_tensors(model: Model, checkpoint: Checkpoint, allow_missing: Iterable[str]) -> list[str]:
     """Return the names of new tensors; raise MismatchError for any other difference."""
     what = f"{checkpoint} does not fit the {model.config.family} model"
@@ -119,12 +87,9 @@ def _fill_on_meta(
     new: Sequence[str],
     dtype: torch.dtype | None,
     device: str | torch.device,
-    replace: Replace | None = None,
+    replace: Replace | None,
 ) -> None:
-    """Give memory and values to all tensors of a model on the meta device, module by module.
-
-    If a file cannot be read, all of the model is on the meta device again.
-    """
+    """Give memory and values to all tensors of a model on the meta device, module by module."""
     held, shapes = held_dtypes(model, checkpoint, dtype), shapes_of(model.state_dict())
     initial = _initial_values(model.config, new) if new else {}
     counts = Counter(map(_module, held))
@@ -147,13 +112,9 @@ def _fill_on_meta(
             if replace is not None and path:
                 model.set_submodule(path, replace(module))
 
-    try:
-        _read_all(checkpoint, fill)
-        for name in initial:
-            fill(name)
-    except BaseException:
-        model.to("meta")
-        raise
+    _read_all(checkpoint, fill)
+    for name in initial:
+        fill(name)
 
 
 def _initial_values(config: ModelConfig, names: Sequence[str]) -> dict[str, Tensor]:

@@ -41,7 +41,7 @@ def data_table(columns: Mapping[str, Any], features: Features) -> pa.Table:
     """Return the rows of one episode: every feature that is not a video.
 
     Numeric columns are (n, *shape) arrays, image columns lists of encoded images, columns of labels
-    lists of cells (see `language`). The metadata describes the columns to Hugging Face `datasets`.
+    lists of cells (see `labels`). The metadata describes the columns to Hugging Face `datasets`.
     """
     fields, arrays = [], []
     described: dict[str, dict[str, Any]] = {}

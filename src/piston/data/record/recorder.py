@@ -6,7 +6,7 @@
                 recorder.add_frame({**observation, "action": action}, task="Fold the towel")
             recorder.save_episode()
 
-With `language=True`, frames can have a subtask and questions about their pictures (see `language`):
+With `language=True`, frames can have a subtask and questions about their pictures (see `labels`):
 
     recorder.add_frame(frame, task, subtask="grasp the corner", questions=[Question(…)])
 
