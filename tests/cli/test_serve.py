@@ -91,6 +91,12 @@ def test_a_checkpoint_without_a_robot_asks_for_a_preset(tmp_path, capsys):
     assert "--preset" in capsys.readouterr().err
 
 
+def test_a_run_without_a_checkpoint_says_so(tmp_path, capsys):
+    (tmp_path / "run.json").write_text("{}")
+    assert main(["serve", str(tmp_path)]) == 1
+    assert "is a run that has no checkpoint yet" in capsys.readouterr().err
+
+
 def test_a_robot_that_the_checkpoint_does_not_know(checkpoint_of_two_robots, capsys):
     checkpoint = str(checkpoint_of_two_robots)
     assert main(["serve", checkpoint, "--robot", "nonsense"]) == 1

@@ -148,6 +148,13 @@ def test_without_its_data_set_the_rest_is_shown(root, run, tmp_path):
     assert str(tmp_path / "gone") in reader.text
 
 
+def test_sets_of_another_format_are_not_shown(run, tmp_path, monkeypatch):
+    # As if the run's sets were of a format of one's own.
+    monkeypatch.setattr("piston.report.dataset.LeRobotDataset", type("Another", (), {}))
+    page = write_report(run, tmp_path / "report.html").read_text("utf-8")
+    assert "the run has no LeRobot data set with actions; other formats are not shown." in page
+
+
 def test_without_the_policy(run, tmp_path):
     reader = Reader(write_report(run, tmp_path / "page.html", use_policy=False).read_text())
     shown = ["training", "validation", "data-set", "transforms", "timings", "how-it-was-started"]

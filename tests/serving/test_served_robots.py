@@ -173,4 +173,6 @@ def test_ping_shows_every_robot(server, server_of_arm, capsys):
 
 def test_ping_as_a_robot_that_is_not_there(server, capsys):
     assert main(["client", "ping", server.url, "--robot", "boat"]) == 1
-    assert "has no robot 'boat'; it has arm, cart" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "has no robot 'boat'; it has arm, cart" in error
+    assert "refused" not in error  # the client knows it before it asks

@@ -85,9 +85,13 @@ def _measure(settings: Ping) -> int:
         robot=settings.robot,
     )
     with client:
-        about = client.metadata.get("piston")
+        try:
+            asked = client.metadata
+        except ServerError as error:  # no such robot: nothing has been asked yet
+            return fail(str(error))
+        about = asked.get("piston")
         kind = f"Piston {about['version']}" if isinstance(about, Mapping) else "openpi's protocol"
-        screen, asked = console(), client.metadata
+        screen = console()
         robots = {settings.robot: asked}
         if settings.robot is None and asked.get("robots"):
             robots = asked["robots"]

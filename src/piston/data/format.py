@@ -11,6 +11,7 @@ The lists of episodes and tasks are left to `metadata`, the content of the data 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import numbers
@@ -198,7 +199,9 @@ def read_info(root: Path) -> Row:
     """Read meta/info.json. Raise an error if there is none or if it lacks features or fps."""
     path = root / INFO
     if not path.is_file():
-        below = sorted(p.parent.parent for p in root.glob("**/meta/info.json"))[:5]
+        below: list[Path] = []
+        with contextlib.suppress(OSError):  # a folder that goes away meanwhile: without the hint
+            below = sorted(p.parent.parent for p in root.glob("**/meta/info.json"))[:5]
         hint = f" It contains data sets: {', '.join(map(str, below))}." if below else ""
         raise FileNotFoundError(
             f"{root} is not a LeRobot data set: {path} is missing. Give the folder that contains "

@@ -348,6 +348,11 @@ def find_config(
             f"{folder} is a run, not one of its checkpoints. Its newest is "
             f"{folder / str(steps[-1])}."
         )
+    if section is None and (folder / "run.json").is_file() and not path.is_file():
+        raise ValueError(
+            f"{folder} is a run that has no checkpoint yet. Continue it with `piston train … "
+            "--resume`."
+        )
     if section is None:
         raise ValueError(f"{folder} holds a model but does not say which robot it is for. {advice}")
     return presets.train_config_from_json(section, f"{path}: {TRAIN_SECTION}")

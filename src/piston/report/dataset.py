@@ -66,15 +66,18 @@ def open_sets(run: Run) -> list[Dataset]:
 
 
 def robot_sets(run: Run, sets: Sequence[Dataset]) -> list[RobotSet]:
-    """Return those of the open sets that have actions."""
+    """Return those of the open sets that have actions. Raises Missing if there is none to show."""
     config = run.config
     pipelines = config.pipelines()
     parts = split_sources(pipelines, sets, config.validation_episodes, seed=config.seed)
-    return [
+    robots = [
         RobotSet(pipeline, source, held_out)
         for pipeline, source, (_, held_out) in zip(pipelines, sets, parts)
         if pipeline.has_actions and isinstance(source, LeRobotDataset)
     ]
+    if not robots:
+        raise Missing("the run has no LeRobot data set with actions; other formats are not shown.")
+    return robots
 
 
 def dataset(run: Run, sets: Sequence[Dataset]) -> Markup:

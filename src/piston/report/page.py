@@ -96,7 +96,8 @@ def _how_to_evaluate(run: Run, sets: Sequence[Dataset] | Missing) -> Missing:
     """Return why there is no evaluation; the advice fits the robot that the data came from."""
     checkpoint = run.checkpoint or run.folder / "STEP"
     advice = f"To try it on the robot: piston serve {checkpoint}"
-    first = None if isinstance(sets, Missing) else robot_sets(run, sets)[0]
+    robots = attempt(robot_sets, run, sets)
+    first = None if isinstance(robots, Missing) else robots[0]
     task = None if first is None else simulated_task(first.source.metadata.root)
     if first is not None and task is not None:
         robot = f" --robot {first.pipeline.entry}" if first.pipeline.entry else ""
