@@ -24,7 +24,7 @@ from .running import (
     tiny,
     wait_for,
 )
-from .tiny_presets import SLOW_TO_SAVE
+from .tiny_presets import SLOW_TO_SAVE, TINY
 
 STEPS = 40
 
@@ -203,10 +203,12 @@ def _enlarge(disk):
 
 
 @pytest.mark.slow
-def test_two_processes_are_stopped_and_one_of_two_dies(tmp_path, uncut):
+def test_two_processes_are_stopped_and_one_of_two_dies(tmp_path):
     run = tmp_path / "tiny" / "run"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    train = command(tmp_path, *_options("--sharding=ddp", "--resume"))[1:]
+    # Two processes round sums differently; larger steps would make that 100 times larger.
+    rates = ("--lr-schedule.peak-lr=1e-3", "--lr-schedule.decay-lr=1e-4")
+    train = command(tmp_path, *_options("--sharding=ddp", "--resume", *rates))[1:]
     with started([*torchrun, "--nproc-per-node=2", *train]) as process:
         wait_for(lambda: len(losses(run)) > 5, process)
         process.send_signal(signal.SIGTERM)
@@ -218,5 +220,8 @@ def test_two_processes_are_stopped_and_one_of_two_dies(tmp_path, uncut):
         psutil.Process(process.pid).children()[-1].kill()
         assert process.wait(timeout=200) != 0
     assert stopped < len(losses(run)) < STEPS
-    _resume(tmp_path)
-    assert losses(run) == pytest.approx(losses(uncut), rel=1e-4)
+    schedule = dataclasses.replace(TINY.lr_schedule, peak_lr=1e-3, decay_lr=1e-4)
+    _resume(tmp_path, lr_schedule=schedule)
+    changes = {"num_train_steps": STEPS, "save_interval": 7, "lr_schedule": schedule}
+    uncut = train_loop(tiny(tmp_path / "uncut", **changes)).parent
+    assert losses(run) == pytest.approx(losses(uncut), rel=1e-5)
